@@ -77,8 +77,7 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """Return the row of the report for a data type that the card cannot compute in. It is a failure if the
-    configuration requires the type."""
+    """Return the row for a data type that the card lacks: a failure if the configuration requires it."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}, so the type is not tried")
@@ -132,9 +131,8 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Run the operators of a training step forward and backward on the card, and compare the results with
-    those of the CPU, in each data type that the configuration uses. Fused kernels are compared with plain
-    operators."""
+    """Run the operators of a training step forward and backward on the card, in each configured data type,
+    and compare the results with those of the CPU. Fused kernels are compared with plain operators."""
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)

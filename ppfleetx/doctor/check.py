@@ -114,8 +114,7 @@ class Target:
 
     @property
     def float_types(self) -> tuple[str, ...]:
-        """The floating-point types in which the configured run computes; all types if there is no
-        configuration."""
+        """The floating-point types of the configured run, or all types without a configuration."""
         if self.cfg is None:
             return ("float32", "float64", *HALF_TYPES)
         precision = self.cfg.Engine.mix_precision
@@ -130,13 +129,9 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` with a time limit and return its result. It runs in a thread, because it may never return,
-    for example if it waits for a broken disk. After the time limit, the thread is left behind.
-
-    Raises:
-        TimeoutError: ``act`` has not returned within ``seconds``.
-        Exception: whatever ``act`` raises.
-    """
+    """Call ``act`` in a thread and return its result, or raise what it raises. After ``seconds``, raises
+    TimeoutError and leaves the thread behind, because ``act`` may wait forever, for example for a broken
+    disk."""
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -180,11 +175,8 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the rows of all ranks into one list, sorted by heading. Rows with the same finding become one,
-    which lists the ranks that have it.
-
-    The list of ranks stays empty if all ranks have the finding. If the finding is ok or skipped, ranks that
-    did not run the check are not counted.
-    """
+    which lists the ranks that have it. This list is empty if all ranks have the finding; if the finding is ok
+    or skipped, ranks that did not run the check do not count."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -204,8 +196,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def in_groups(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by their heading in the report, in the order of :data:`GROUPS`. Under each heading, rows with
-    the same name stand together."""
+    """Sort rows by heading in the order of :data:`GROUPS`. Rows with the same name stand together."""
     groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
     names = list(dict.fromkeys((row.group, row.name) for row in rows))
     return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
@@ -223,8 +214,7 @@ def as_json(rows: Sequence[Row], world_size: int) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Return the report as text: each heading, and below it its rows with what was found and how
-    to fix it."""
+    """Return the report as text: under each heading its rows, with findings and fixes."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []

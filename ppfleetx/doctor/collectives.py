@@ -1,5 +1,4 @@
-"""Check of ``ppfleetx doctor``: run every collective in every process group of the parallel plan, check the
-results, and measure the speed."""
+"""Check of ``ppfleetx doctor`` on the result and speed of every collective in every process group."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Member:
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """Yield this process's membership in each of its process groups: first in the group of all ranks, then in
-    the groups along the axes of the parallel plan."""
+    """Yield this process's membership in the group of all ranks, then in each group of the parallel plan."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:
@@ -135,13 +133,9 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Test every collective in every process group of this process, and yield a row of the report for each.
-    All processes of the job must call this.
-
-    Args:
-        announce: called with a description of each test before it starts.
-        sizes: message sizes in bytes; None: the default for the device.
-    """
+    """Test every collective in every process group of this process, with messages of ``sizes`` bytes. All
+    processes of the job must call this. ``announce`` is called with a description of each test before it
+    starts."""
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:
@@ -150,11 +144,9 @@ def examine_groups(
 
 
 def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
-    """Test one collective in one process group, and return a row of the report. The result is checked in
-    every data type. The speed is measured in float32, for each message size.
-
-    If a result is wrong, the test goes on, because the other processes of the group would wait for this one.
-    """
+    """Test one collective in one process group: whether its result is right in every data type, and its speed
+    in float32 for each message size. After a wrong result the test goes on, because the other members would
+    wait."""
     run, expect = OPERATIONS[name]
     title, speeds, problems, numbers = f"{name} ({member.title})", [], [], {}
     for dtype, size in (*((dtype, sizes[0]) for dtype in _TYPES), *(("float32", size) for size in sizes)):

@@ -1,5 +1,4 @@
-"""Checks of ``ppfleetx doctor`` on the configuration: whether the plan fits the number of processes, keys
-that are unsupported or have no effect, whether a run could start, and the memory that it needs."""
+"""Checks of ``ppfleetx doctor`` on the configuration: plan, unsupported keys, start-up, memory."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def start(target: Target) -> Iterator[Row]:
 
 
 def memory(target: Target) -> Iterator[Row]:
-    """Check whether the memory that the planner predicts for the run is available, on the device and on the
-    host."""
+    """Check whether device and host have the memory that the planner predicts for the run."""
     prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")
@@ -82,14 +80,8 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Return the row of the report that says whether the run fits into memory.
-
-    Args:
-        needed: bytes that the fullest device needs.
-        there: bytes that a device has.
-        name: the device, for the report.
-        cpu: whether the device is a CPU. Too little memory is only a warning then.
-    """
+    """Return the row that says whether the ``needed`` bytes of the fullest device fit into the ``there``
+    bytes that the device ``name`` has. On a CPU, too little memory is only a warning."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)

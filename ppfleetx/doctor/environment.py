@@ -1,5 +1,4 @@
-"""Checks of ``ppfleetx doctor`` on the machine and its limits, the installed Paddle, and this process's
-environment variables."""
+"""Checks of ``ppfleetx doctor`` on the machine, the installed Paddle and the environment variables."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def limits(target: Target) -> Iterator[Row]:
 
 
 def open_files_row(soft: int, hard: int) -> Row:
-    """Return the row of the report about the limit of open files (``ulimit -n``), given the soft and the hard
-    limit. A negative number means that there is no limit."""
+    """Return the row about the limit of open files (``ulimit -n``). A negative limit means none."""
     if soft < 0 or soft >= _FILES:
         return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
     fix = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"
@@ -139,7 +137,7 @@ def variables(target: Target) -> Iterator[Row]:
 
 
 def paddle_loads(target: Target) -> Iterator[Row]:
-    """Import Paddle, and report which build it is and which settings for speed were made in this process."""
+    """Import Paddle, and report its build and the settings for speed in this process."""
     said = prepare_process(device=target.device)
     try:
         import_paddle()

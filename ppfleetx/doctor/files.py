@@ -1,5 +1,4 @@
-"""Checks of ``ppfleetx doctor`` on the files of a run: corpora, tokenizer, checkpoints, and the output
-directory."""
+"""Checks of ``ppfleetx doctor`` on a run's files: corpora, tokenizer, checkpoints, output directory."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Check that every corpus and text file of ``Data.Train`` and ``Data.Eval`` can be opened and read, and
-    compare corpora with their checksums."""
+    """Check that the corpora and texts of ``Data`` can be read, and compare corpora with their checksums."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -84,7 +82,7 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
             unguarded.append(corpus.prefix)
         else:
             sums.check_sizes()
-            kept = f", {_as_written(sums, end)} as in {checksums_path(corpus.prefix).name}"
+            kept = f", {_compare_with_checksums(sums, end)} as in {checksums_path(corpus.prefix).name}"
         ends = corpus.flat(0, 1).sum() + corpus.flat(corpus.num_tokens - 1, corpus.num_tokens).sum()
         assert ends >= 0
         yield f"{corpus.prefix}: {corpus.num_tokens:,} tokens in {len(corpus):,} sequences{kept}"
@@ -102,13 +100,9 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
         )
 
 
-def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until ``end``, a time of the monotonic clock. Returns a text that
-    says how much was compared.
-
-    Raises:
-        DataError: a block of the corpus is damaged.
-    """
+def _compare_with_checksums(sums: CorpusChecksums, end: float) -> str:
+    """Compare a corpus with its checksums until ``end`` on the monotonic clock. Returns a text that says how
+    much was compared. Raises DataError if a block is damaged."""
     is_whole = True
     for suffix, one in sums.files.items():
         path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
@@ -131,8 +125,7 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of the numbers 0, 1, ..., ``count`` - 1, spread evenly, including the first and
-    the last."""
+    """Return at most ``most`` of the numbers 0 to ``count`` - 1, evenly spread, with the first and last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
@@ -156,8 +149,8 @@ def tokenizer(target: Target) -> Iterator[Row]:
 
 
 def checkpoints(target: Target) -> Iterator[Row]:
-    """Check each checkpoint from which the run starts: whether it is complete, and whether its files have the
-    sizes and headers that its manifest lists."""
+    """Check that each checkpoint to start from is complete, and that the sizes and headers of its files match
+    its manifest."""
     refuse_foreign(target.cfg)
     named = list(weight_sources(target.cfg))
     if not named:
@@ -170,8 +163,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 
 def fingerprints(target: Target) -> dict[str, str]:
-    """Return hashes of the training data and the tokenizer on this machine, by name, to compare them between
-    machines."""
+    """Return hashes of the training data and the tokenizer, by name, to compare machines."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -208,9 +200,8 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return the checkpoints that the run would start from on this machine, by the configuration key that
-    names each. A checkpoint is described by its name and a hash of its manifest, which are compared between
-    machines."""
+    """Return the checkpoints that the run would start from, by configuration key, to compare machines. Each
+    is described by its name and a hash of its manifest."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -239,8 +230,7 @@ _SLOW_SECONDS = 120.0  # seconds to write one checkpoint
 
 
 def output_directory(target: Target) -> Iterator[Row]:
-    """Check that the output directory can be written, and measure how fast. If it does not exist yet, its
-    nearest existing parent is tested."""
+    """Check whether the output directory, or its nearest existing parent, can be written, and how fast."""
     directory = output_dir_of(target.cfg)
     place = nearest_directory(directory)
     title = "output directory"
@@ -275,13 +265,8 @@ def room(target: Target) -> Iterator[Row]:
 
 
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
-    """Return the row of the report that says whether the checkpoints of the run fit on the disk.
-
-    Args:
-        free: free bytes in the directory ``place``.
-        each: bytes of one checkpoint.
-        count: number of checkpoints that will exist at a time.
-    """
+    """Return the row that says whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of
+    the directory ``place``."""
     numbers = {"free_bytes": free, "needed_bytes": each * count}
     text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
     if free < each:
@@ -301,12 +286,7 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Measure at how many bytes per second one process can write a file in ``directory`` and flush it to the
-    disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Measure the bytes per second at which one process writes a file in ``directory`` to the disk."""
     piece = os.urandom(_PIECE_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin = time.perf_counter()
@@ -319,15 +299,14 @@ def write_speed(directory: Path) -> float:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """Return the predicted size in bytes of one checkpoint of this run; None if the planner cannot predict
-    it."""
+    """Return the predicted bytes of one checkpoint; None if the planner cannot predict them."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.job)
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """Return the largest number of checkpoints that the run will have on disk at a time. With ``keep_max``,
-    it is at most one more than that, because the oldest is deleted only after a new one is written."""
+    """Return the largest number of the run's checkpoints on disk at a time. It is up to ``keep_max`` + 1,
+    because the oldest is deleted only after a new one is written."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)

@@ -42,8 +42,7 @@ _IMPORT_SECONDS = 120.0
 
 
 def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
-    """Yield rows of the report for environment variables and addresses that would make Paddle's launcher
-    fail."""
+    """Yield rows on environment variables and addresses with which Paddle's launcher would fail."""
     left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
     if left and nodes == 1:  # with several nodes, a scheduler may have set them for this job
         found = " ".join(f"{name}={environ[name]}" for name in left)
@@ -111,10 +110,8 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine a job: check what the launcher needs, check the network between machines, then launch the ranks
-    of this machine and wait for their results.
-
-    Returns the rows of the report and the number of ranks.
+    """Examine a job: check what the launcher needs and the network between machines, then launch this
+    machine's ranks. Returns the rows of the report and the number of ranks.
 
     Args:
         command: the command that launches the ranks.
@@ -137,8 +134,7 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """Check the network between the machines of a job, before ranks are launched. Returns no rows if there is
-    only one machine."""
+    """Check the network between the machines before ranks are launched. Returns no rows for one machine."""
     if nodes < 2:
         return []
     if master is None:
@@ -150,9 +146,9 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run ``command``, which launches this machine's ranks. Returns the rows of the doctor's report that they
-    have written, and the number of ranks in the job. If they have written none, the rows describe what
-    failed, and the number is 1."""
+    """Run ``command``, which launches this machine's ranks. Returns the report rows that the ranks have
+    written, and the number of ranks in the job. Without such rows, it returns rows that describe what failed,
+    and 1."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
@@ -176,9 +172,8 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Yield rows of the report if no rank has left its results: which ranks crashed and the last lines of
-    their logs. This process also runs the checks that need neither Paddle nor a configuration, and yields
-    what they find wrong."""
+    """Yield rows if no rank left results: which ranks crashed, with the ends of their logs, and what is wrong
+    according to the checks that need neither Paddle nor a configuration."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"
@@ -198,12 +193,9 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
-    """Run the launcher and return its exit code. When this returns, the launcher and the ranks have ended.
-
-    Ranks that hang are stopped after ``seconds``, or earlier if some rank has already written its report. The
-    machine's first rank runs the most checks: after its report, the others should end soon. After a report of
-    another rank, there is more time.
-    """
+    """Run the launcher until it and the ranks have ended, and return its exit code. Ranks that hang are
+    stopped after ``seconds``, or some time after the first report of a rank. This time is shorter after the
+    report of the machine's first rank, which runs the most checks."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
     try:

@@ -1,5 +1,4 @@
-"""Check of ``ppfleetx doctor`` that the Python libraries that ppfleetx imports are installed, can be
-imported, and have a supported version."""
+"""Check of ``ppfleetx doctor`` that required libraries can be imported in a supported version."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """Return which versions of a library ppfleetx's package metadata requires. Returns None if ppfleetx
-    itself is not installed but runs from a checkout."""
+    """Return the versions of a library that ppfleetx's metadata requires; None if there is no requirement."""
     try:
         from packaging.requirements import Requirement
 

@@ -138,12 +138,8 @@ def reach(address: tuple[str, int]) -> str:
 
 
 def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
-    """Connect to every other machine of the job, and yield rows of the report about all pairs of machines.
-    All machines must call this.
-
-    Args:
-        own, port: address of this machine, and a port on which it listens.
-    """
+    """Connect to every other machine of the job, and yield rows about all pairs of machines. All machines
+    must call this. This machine listens at the address ``own`` and ``port``."""
     announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
     # Each machine begins with its successor, so that not all machines try the same one first.
@@ -155,8 +151,7 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Yield the rows of the report about connections between machines. ``answers`` has, for each machine, the
-    problems that it had with each other machine."""
+    """Yield rows about the connections of all pairs of machines, from each machine's problems with others."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
@@ -225,14 +220,9 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return a failure for the report if Paddle's launcher would announce an address at which other machines
-    cannot reach this one. Returns None if the address is good.
-
-    Args:
-        own: the address that the launcher would announce.
-        host, master: name and address of the machine in ``--master``.
-        is_first: whether that is this machine.
-    """
+    """Return a failure if Paddle's launcher would announce ``own``, but other machines cannot reach this one
+    at that address. Returns None if they can. ``host`` and ``master`` are name and address of the machine in
+    ``--master``; ``is_first`` says whether it is this machine."""
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

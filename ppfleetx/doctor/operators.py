@@ -1,5 +1,4 @@
-"""Check of ``ppfleetx doctor`` that the installed Paddle contains every kernel that ppfleetx uses. It looks
-them up in Paddle's registry and runs none."""
+"""Check of ``ppfleetx doctor`` that Paddle's registry contains every kernel that ppfleetx uses."""
 
 from __future__ import annotations
 
@@ -27,12 +26,8 @@ _SHOWN = 8
 
 def registered(target: Target) -> Iterator[Row]:
     """Check that Paddle's kernel registry contains every kernel that ppfleetx uses
-    (:mod:`ppfleetx.utils.gpu_operators`).
-
-    CPU kernels are always looked up, in the types that a CPU computes in. GPU kernels are looked up if Paddle
-    is built for GPUs, even on a machine without one. Kernels for another kind of card are looked up if the
-    run uses such a card.
-    """
+    (:mod:`ppfleetx.utils.gpu_operators`). CPU kernels are always looked up; GPU kernels if Paddle is built
+    for GPUs, even without a GPU; kernels for another kind of card if the run uses one."""
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")

@@ -40,17 +40,9 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Connect this process to the others of the job. The host listens at ``point``, and the guests connect to
-    it.
-
-    Args:
-        size: number of processes.
-        name: name of this process in messages.
-        number: number of this process; None: guests are numbered as they arrive.
-
-    Raises:
-        RendezvousError: a process does not arrive within ``seconds``, or the address cannot be used.
-    """
+    """Connect this process, called ``name``, to the others of a job of ``size`` processes. The host listens
+    at ``point``, and the guests connect to it. Guests without a ``number`` are numbered as they arrive.
+    Raises RendezvousError if a process does not arrive within ``seconds``, or the address cannot be used."""
     member = Member(name, number)
     if is_host:
         return Host(receive(point, size, member, seconds))
@@ -82,16 +74,13 @@ class Host:
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Tell the other processes what this process does next. If it stops answering, they report this
-        activity."""
+        """Tell the others what this process does next; they report it if this process stops answering."""
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Contribute ``value``, and return what every process contributed, in the order of their numbers.
-        Like a collective: all processes must call this, in the same order.
-
-        If for ``seconds`` no process sends anything, not even an announcement, the missing values are given
-        up.
+        """Contribute ``value``, and return what every process contributed, by number. Like a collective: all
+        processes must call this, in the same order. Missing values are given up if no process sends anything,
+        not even an announcement, for ``seconds``.
 
         Raises:
             RendezvousError: in a guest, if the host is gone.

@@ -1,9 +1,6 @@
-"""Check of ``ppfleetx doctor`` that all processes of a job have the same versions, source code,
-configuration, data, checkpoints and environment variables.
-
-Each of these is a *fact*. Processes first compare hashes of the facts, and then exchange the values of those
-that differ.
-"""
+"""Check of ``ppfleetx doctor`` that all processes of a job agree on *facts*: versions, source code,
+configuration, data, checkpoints and environment variables. They first compare hashes of the facts, then
+exchange the values of those that differ."""
 
 from __future__ import annotations
 
@@ -71,8 +68,7 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of all installed Python packages by name. If a package is installed twice, the
-    version is the one that Python imports."""
+    """Return the versions of all installed Python packages; of duplicates, the one that Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -120,12 +116,8 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Return a hash of each fact that must be equal in all processes (:data:`FACTS`), such as the versions of
-    libraries, by name. The hash is None for facts that the first process of this machine reads for all.
-
-    Args:
-        announce: called with the name of each fact before it is read.
-    """
+    """Return a hash of each of :data:`FACTS`, by name; None for facts that the first process of this machine
+    reads for all. ``announce`` is called with each name before it is read."""
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)
@@ -139,8 +131,7 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Return the names of the facts, such as the versions of libraries, that are not equal in all processes
-    or that a process could not read. ``answers`` are the :func:`digests` of all processes."""
+    """Return the facts on which the processes' :func:`digests` differ, or that a process could not read."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -148,12 +139,8 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """Return the values in this process of the facts ``names``, such as the versions of libraries. The value
-    is None for facts that the first process of this machine reads for all.
-
-    Args:
-        announce: called with the name of each fact before it is read.
-    """
+    """Return this process's values of the facts ``names``. The value is None for facts that the first process
+    of this machine reads for all. ``announce`` is called with each name before it is read."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
@@ -163,13 +150,8 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a row of the report for each fact that must be equal in all processes (:data:`FACTS`). It says
-    that the fact is equal, or lists the differences.
-
-    Args:
-        answers: the values of the facts ``names`` in each process, by rank.
-        names: the facts that differ.
-    """
+    """Yield a row for each of :data:`FACTS`. For the facts ``names``, it lists how the ``answers`` of the
+    ranks differ; for the others, it says that they are equal."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}
@@ -196,6 +178,6 @@ def _differences(values: Mapping[int, Values]) -> Iterator[str]:
 
 
 def host_of(target: Target) -> str:
-    """Return a name for this machine that no other machine of the job has: its host name and its address."""
+    """Return a name that only this machine of the job has: its host name and its address."""
     endpoint = target.environ.get("PADDLE_CURRENT_ENDPOINT", "")
     return f"{socket.gethostname()} {endpoint.rpartition(':')[0]}".strip()

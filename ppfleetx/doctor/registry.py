@@ -1,9 +1,8 @@
 """The table of all checks of ``ppfleetx doctor``, in the order in which they run. To add a check, write a
 function and add a line to the table.
 
-A check is a function in this package that takes a :class:`~ppfleetx.doctor.check.Target` and yields
-:class:`~ppfleetx.doctor.check.Row` objects. Its module is imported only when the check runs, so the table can
-be read without Paddle.
+A check takes a :class:`~ppfleetx.doctor.check.Target` and yields :class:`~ppfleetx.doctor.check.Row` objects.
+Its module is imported only when it runs, so the table can be read without Paddle.
 """
 
 from __future__ import annotations
@@ -118,10 +117,10 @@ def obstacle(check: Check, target: Target) -> str:
 
 def _run(check: Check, target: Target) -> list[Row]:
     if check.seconds is None:
-        return _rows(check, target)
+        return _run_without_limit(check, target)
     limit = min(check.seconds, max(target.patience, _LEAST_PATIENCE))
     try:
-        return within(limit, lambda: _rows(check, target))
+        return within(limit, lambda: _run_without_limit(check, target))
     except TimeoutError:
         return [
             fail(
@@ -133,9 +132,8 @@ def _run(check: Check, target: Target) -> list[Row]:
         ]
 
 
-def _rows(check: Check, target: Target) -> list[Row]:
-    """Run a check without a time limit and return its rows. If it raises an error, the only row says so; the
-    other checks still run."""
+def _run_without_limit(check: Check, target: Target) -> list[Row]:
+    """Run a check without a time limit and return its rows. If it raises an error, the only row says so."""
     try:
         return list(check.load()(target))
     except UserError as error:
@@ -151,8 +149,7 @@ def _rows(check: Check, target: Target) -> list[Row]:
 
 
 def _first_lines(error: Exception) -> str:
-    """Return the first lines of an error's message. Paddle's messages begin with a C++ stack trace, which is
-    left out."""
+    """Return the first lines of an error's message, without the C++ stack trace that Paddle puts first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
     text = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]

@@ -50,13 +50,9 @@ def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine a job of several processes. All processes must call this; it returns the same rows of the
-    report in all of them.
-
-    Args:
-        seconds: how long processes wait for each other.
-        finish: called with the rows if a collective hangs. The process exits after that.
-    """
+    """Examine a job of several processes. All processes must call this, and all get the same rows. They wait
+    at most ``seconds`` for each other. If a collective hangs, ``finish`` is called with the rows, and the
+    process exits."""
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
     try:
@@ -110,13 +106,8 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Send what this process has found to all other processes, as rows of the report, and add the rows of
-        all ranks to :attr:`rows`.
-
-        Raises:
-            RendezvousError: rank 0, through which the rows are sent, is gone. Only this process's own rows
-                have been added then.
-        """
+        """Exchange report rows with all other processes, and add those of all ranks to :attr:`rows`. Raises
+        RendezvousError if rank 0 is gone; only this process's own rows are added then."""
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:
@@ -148,8 +139,7 @@ class Job:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def note_lost_host(self, error: RendezvousError) -> None:
-        """Add a row to the report that says that rank 0 is gone. The report then contains only what this
-        process has found."""
+        """Report that rank 0 is gone, so that only this process's findings are known."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
@@ -157,8 +147,7 @@ class Job:
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Check that all machines see the same output directory: rank 0 creates a temporary file in it, and
-        the others look for that file."""
+        """Check that all machines see the same output directory, by means of a temporary file of rank 0."""
         place = output_dir_of(self.target.cfg)
         with contextlib.suppress(TimeoutError, OSError):  # another check reports these errors, also below
             place = within(_LOOK_SECONDS, partial(nearest_directory, place))
@@ -276,8 +265,8 @@ class Guard:
 
 
 def plan_config(target: Target) -> RunConfig:
-    """Return the configuration whose process groups are tested: the user's, if its plan needs as many
-    processes as this job has; otherwise that of a tiny model with data parallelism."""
+    """Return the configuration whose process groups are tested: the user's if its plan has as many processes
+    as this job, else that of a tiny model with data parallelism."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
@@ -285,12 +274,8 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Separate the rows that report the speed of a collective from the other rows, and keep only that of the
-    slowest rank for each collective.
-
-    Returns:
-        The other rows by rank, and the slowest row of each collective.
-    """
+    """Split off the rows that report the speeds of collectives. Returns the other rows by rank and, for each
+    collective, the row of its slowest rank."""
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):

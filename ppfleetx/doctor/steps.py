@@ -76,8 +76,7 @@ def _shown(losses: Sequence[float]) -> str:
 
 
 def train(model: str, device: str, overrides: Sequence[str] = ()) -> list[float]:
-    """Train one of the models :data:`MODELS` for a few steps in this process, and return the loss of each
-    step."""
+    """Train a model of :data:`MODELS` for a few steps in this process, and return each step's loss."""
     given = [
         f"Global.device={device}",
         f"Global.local_batch_size={SEQUENCES}",
@@ -99,8 +98,7 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """Return the batch of a step. A formula computes its tokens, because the numbers of a random generator
-    may differ between versions."""
+    """Return the batch of a step. A formula gives its tokens, as random generators may differ by version."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {
