@@ -59,13 +59,9 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters of the network; this replaces Paddle's ``set_state_dict``. Returns two lists, as
-        Paddle does: the missing and the unexpected parameters. Both are empty, because either kind is an
-        error here.
-
-        Raises:
-            CheckpointError: a parameter is missing, unknown or of another shape.
-        """
+        """Set all parameters of the network, in place of Paddle's ``set_state_dict``. The returned lists of
+        missing and unexpected parameters are empty, because both raise CheckpointError, as does a wrong
+        shape."""
         if not use_structured_name:
             raise ConfigError(
                 "weights are set by the names of their layers", key="use_structured_name", value=False
@@ -95,9 +91,8 @@ class GenerationModule:
 
 
 def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
-    """Fit the weight ``value`` to ``shape``. A word-embedding table may have another number of padding rows:
-    they are replaced by zeros. Any other difference is a CheckpointError.
-    """
+    """Fit the weight ``value`` to ``shape``. Only the number of padding rows of a word-embedding table may
+    differ; the result has zeros in these rows. Raises CheckpointError for any other difference."""
     if list(value.shape) == shape:
         return value
     is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]

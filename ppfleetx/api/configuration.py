@@ -1,6 +1,4 @@
-"""Accept a configuration from Python: a YAML file, the name of a shipped configuration or a mapping, each
-with overrides.
-"""
+"""Accept a configuration from Python: a YAML file, a shipped name or a mapping, with overrides."""
 
 from __future__ import annotations
 
@@ -23,12 +21,8 @@ _PLACE = "argument config"
 
 
 def settings_of(overrides: Overrides | None) -> list[Override]:
-    """Convert overrides to a list that :func:`~ppfleetx.config.loader.load_config` accepts. They are a
-    mapping of dotted keys or of sections, or a list of strings ``key=value``.
-
-    Raises:
-        ConfigError: the overrides have neither form.
-    """
+    """Convert overrides to a list for :func:`~ppfleetx.config.loader.load_config`. They are a mapping of
+    dotted keys or of sections, or a list of ``key=value``. Raises ConfigError for any other form."""
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
     texts = [overrides] if isinstance(overrides, str) else list(overrides or ())

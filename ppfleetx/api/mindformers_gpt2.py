@@ -29,9 +29,7 @@ _TENSORS = (None, "np", "pd", "ms")
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a loaded network under MindFormers' names. ``seq_length`` is the length of the longest
-    sequence.
-    """
+    """Sizes of a loaded network under MindFormers' names. ``seq_length`` is the longest sequence's length."""
 
     seq_length: int
     vocab_size: int
@@ -112,9 +110,7 @@ class GPT2LMHeadModel:
 
 
 def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
-    """Make a mask ``[b, s]`` of token ids that is False for the padding at the end of each sequence and True
-    elsewhere.
-    """
+    """Return a mask ``[b, s]``: False at the padding that ends a sequence, True elsewhere."""
     if pad_id is None:
         return np.ones(ids.shape, bool)
     from_end = np.flip(ids != pad_id, axis=1)
@@ -129,12 +125,8 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the tokenizer files in a directory. If the directory has a model or a run instead, load the
-        model's tokenizer.
-
-        Raises:
-            DataError: there is no tokenizer.
-        """
+        """Load the tokenizer in a directory: its own files, or the tokenizer of a model or a run. Raises
+        DataError if there is none."""
         directory = local_directory(directory)
         try:
             return cls(Tokenizer.load(directory))

@@ -43,9 +43,7 @@ Piece = tuple[int, int, str]
 
 
 class _AbandonedError(Exception):
-    """Raised in the thread of :func:`stream_of` to end generation after the reader has closed
-    the iterator.
-    """
+    """Ends generation in the thread of :func:`stream_of` after the reader closed the iterator."""
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
@@ -194,9 +192,7 @@ class GPT:
         return sum(int(parameter.size) for parameter in self.network.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """Iterate over all parameters as (name, tensor), with names such as
-        ``decoder.layers.0.mlp.fc1.weight``.
-        """
+        """Iterate over all parameters as (name, tensor). A name is ``decoder.layers.0.mlp.fc1.weight``."""
         return ((parameter.info.name, parameter) for parameter in self.network.parameters())
 
     def __repr__(self) -> str:
@@ -216,9 +212,7 @@ class GPT:
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
-        """Return a new object with the same network and another tokenizer. The original object is not
-        changed.
-        """
+        """Return a new object with the same network and another tokenizer."""
         other = copy(self)
         other.tokenizer, other._generator = tokenizer, None
         return other

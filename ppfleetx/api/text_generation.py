@@ -60,12 +60,8 @@ class TextGenerationPipeline:
 
     def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """Return ``chosen`` without sampling options such as ``top_k`` if ``do_sample`` is False, because
-        MindFormers ignores them then. Logs a warning.
-
-        Raises:
-            ConfigError: there is a sampling option, but ``do_sample`` is not given and the model's own
-                strategy is not sampling.
-        """
+        MindFormers ignores them then. Raises ConfigError if there are such options, but ``do_sample`` is not
+        given and the model's own strategy is not sampling."""
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):
@@ -95,9 +91,7 @@ class TextGenerationPipeline:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` unchanged, or raise ConfigError if the text-generation pipeline does not know one of
-    them.
-    """
+    """Return ``options`` unchanged, or raise ConfigError for one that the pipeline does not know."""
     known = (*_OPTIONS, "do_sample", "max_length")
     for name in options:
         if name not in known:
@@ -309,9 +303,7 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ResolvedModel:
-        """Find the model in the directory ``place``. Temporary files made for it are deleted together with
-        this trainer.
-        """
+        """Find the model in ``place``. Temporary files made for it are deleted together with this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

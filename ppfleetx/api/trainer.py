@@ -31,10 +31,8 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """Make a token corpus, the files ``PREFIX.bin`` and ``PREFIX.idx``, from training data in any accepted
-    form, and return PREFIX. A corpus that exists already is used as it is.
-
-    The name is derived from the contents, so that a resumed run finds the same corpus.
+    """Make a token corpus, ``PREFIX.bin`` and ``PREFIX.idx``, from training data, and return PREFIX. The name
+    derives from the contents; a corpus that exists already is used as it is.
 
     Args:
         data: the prefix of an existing corpus, a text file or a folder of text files (also JSON lines), a
@@ -61,11 +59,8 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """Yield the texts in ``data`` (in one of the forms of :func:`corpus_prefix`), without empty ones.
-
-    Raises:
-        DataError: there are no texts, or an entry is not a text.
-    """
+    """Yield the non-empty texts in ``data``, which has one of the forms of :func:`corpus_prefix`. Raises
+    DataError if there are none, or an entry is not a text."""
     found = False
     for text in _entries(data):
         found = True
@@ -188,19 +183,13 @@ class Trainer:
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue prompts with the trained model. Arguments and results are those
-        of :meth:`GPT.generate`.
-        """
+        """Continue prompts with the trained model; arguments and results as in :meth:`GPT.generate`."""
         return self.model.generate(prompts, **options)
 
     @property
     def model(self) -> GPT:
         """The trained model: the one in memory after :meth:`fit`, or else the last checkpoint in
-        ``output_dir``, which is loaded.
-
-        Raises:
-            UserError: there is no trained model.
-        """
+        ``output_dir``, which is loaded. Raises UserError if there is none."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)
