@@ -124,7 +124,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about an answer that the terminal shows below its text."""
+    """Facts about an answer, which the terminal shows below its text."""
 
     left_out: int  # messages that the model no longer sees
     was_stopped: bool  # by Ctrl-C

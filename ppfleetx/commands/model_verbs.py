@@ -74,7 +74,7 @@ def job_of(
 
     Args:
         checkpoint: the model; None: the configuration names it.
-        config: a configuration; None: the model's own.
+        config: the configuration to use; None: the model's own.
         key: the configuration key to set to the checkpoint's directory.
         option: the command-line option that gave ``checkpoint``, for messages.
     """

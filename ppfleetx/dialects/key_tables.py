@@ -4,9 +4,9 @@ The documentation pages of the toolkits are generated from them.
 Each row has one option, or several separated by spaces, under ``key``, and one of these fields ("native"
 means of ppfleetx's configuration):
 
-- ``to``: the native keys that get the option's value: unchanged, or converted by the function that ``by``
-  names in `CONVERSIONS`, or looked up in ``choices``. ``default`` is the value if none of the row's options
-  is given.
+- ``to``: the native keys that get the option's value. The value is unchanged, or looked up in ``choices``, or
+  converted by the function in `CONVERSIONS` that ``by`` names. ``default`` is the value if none of the row's
+  options is given.
 - ``joint``: the native keys that a Python rule computes from this option and others.
 - ``fixed``: why the option has no effect: ppfleetx always does the same. ``only`` lists the accepted values,
   if others would ask for something else.
@@ -186,8 +186,8 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """Convert an attention window ``(left, right)``, the numbers of visible positions before and after each
-    one. The right one is ignored, because the model is causal; -1 on the left means no window."""
+    """Convert an attention window ``(left, right)``, the numbers of positions that a token sees before and
+    after it. The right one is ignored, because the model is causal; -1 on the left means no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")

@@ -215,9 +215,8 @@ class Translation:
 
 
 def _as_written(native: Native) -> str | None:
-    """The text of a value as the user wrote it, if the translation left it unchanged, else None. A text field
-    then gets ``007`` and not 7.
-    """
+    """Return the text of a value as the user wrote it, so that ``007`` does not become 7. Returns None if the
+    translation changed the value."""
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]

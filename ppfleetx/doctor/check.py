@@ -175,8 +175,8 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the rows of all ranks into one list, sorted by heading. Rows with the same finding become one,
-    which lists the ranks that have it. This list is empty if all ranks have the finding; if the finding is ok
-    or skipped, ranks that did not run the check do not count."""
+    which lists the ranks that have it, or no ranks if all have it. If the finding is ok or skipped, ranks
+    that did not run the check do not count."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):

@@ -79,8 +79,8 @@ class Host:
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
         """Contribute ``value``, and return what every process contributed, by number. Like a collective: all
-        processes must call this, in the same order. Missing values are given up if no process sends anything,
-        not even an announcement, for ``seconds``.
+        processes must call this, in the same order. If no process sends anything for ``seconds``, not even an
+        announcement, the missing values are given up.
 
         Raises:
             RendezvousError: in a guest, if the host is gone.
