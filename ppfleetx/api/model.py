@@ -192,7 +192,8 @@ class GPT:
         return sum(int(parameter.size) for parameter in self.network.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """Iterate over all parameters as (name, tensor). A name is ``decoder.layers.0.mlp.fc1.weight``."""
+        """Iterate over all parameters as (name, tensor), with names such as
+        ``decoder.layers.0.mlp.fc1.weight``."""
         return ((parameter.info.name, parameter) for parameter in self.network.parameters())
 
     def __repr__(self) -> str:

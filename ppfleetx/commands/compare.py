@@ -141,7 +141,8 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """Yield a temporary directory with ppfleetx at a git commit, or None for the running ppfleetx."""
+    """Yield a temporary directory with ppfleetx at the git commit ``commit``. If that is None, yield None,
+    which means the ppfleetx that is running."""
     if commit is None:
         yield None
         return

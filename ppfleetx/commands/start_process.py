@@ -1,4 +1,4 @@
-"""Start a process: read the configuration, check it, and import Paddle last, which takes seconds."""
+"""Prepare a process: read and check the configuration, and import Paddle last, which takes seconds."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ _NODES = ("nnodes", "num_nodes")
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
     """Strip a launcher such as ``torchrun``: everything up to the first ``*.py``, which is the program.
-    Returns the number of processes that it starts (None if unknown), the program's arguments, and the
-    position of the first argument on the command line."""
+    Returns the number of processes that the launcher starts (None if unknown), the program's arguments, and
+    the position of the first argument on the command line."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:

@@ -148,7 +148,7 @@ def launched_rows(
 ) -> tuple[list[Row], int]:
     """Run ``command``, which launches this machine's ranks. Returns the report rows that the ranks have
     written, and the number of ranks in the job. Without such rows, it returns rows that describe what failed,
-    and 1."""
+    and the number 1."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]

@@ -42,7 +42,7 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """Return the versions of a library that ppfleetx's metadata requires; None if there is no requirement."""
+    """Return the versions that ppfleetx's metadata requires of a library; None if there is no requirement."""
     try:
         from packaging.requirements import Requirement
 

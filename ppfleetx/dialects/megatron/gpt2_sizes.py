@@ -20,7 +20,7 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """Plan, network, batch sizes and learning rate of one model size. It trains in float16 without dropout."""
+    """One model size: plan, network, batch sizes and learning rate. It trains in float16 without dropout."""
 
     tensor: int
     pipeline: int
