@@ -241,7 +241,11 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Replace -1 ("no limit" in FleetX) in numbers of steps if the run counts epochs; yield warnings."""
+    """Rewrite keys of section ``Engine`` whose value is -1, which means "no limit" in FleetX.
+
+    This is done only if the run counts epochs. Each such key gets a value with the same meaning, or is
+    removed. Yields one warning per key.
+    """
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -364,9 +368,10 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
 
 
 def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """Convert FleetX's section ``moe_configs`` to (values of ``Model.moe``, expert-parallel degree).
+    """Return (values of ``Model.moe``, expert-parallel degree) for FleetX's section ``moe_configs``.
 
-    FleetX gives the number of experts per rank, and every layer has experts.
+    FleetX gives the number of experts per rank; ``Model.moe`` gives the number on all ranks. In FleetX, every
+    layer is a mixture of experts.
     """
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:

@@ -369,7 +369,10 @@ def missing(cfg: RunConfig) -> list[str]:
 
 
 def absent_loggers(cfg: RunConfig) -> dict[str, str]:
-    """Map each configured logger whose library is missing to what to install, without importing anything."""
+    """Return {name: advice} for each configured logger whose library is not installed.
+
+    The advice says what to install. No library is imported.
+    """
     found = {}
     for item in cfg.Engine.loggers:
         traits = LOGGERS.traits(item.name)

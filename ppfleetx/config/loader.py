@@ -21,9 +21,11 @@ from ppfleetx.config.validate import validate
 
 
 def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
-    """Read a configuration file, merged over the files in its ``_base_``, of which the last wins.
+    """Read a configuration file, and merge it over the files in its ``_base_``.
 
-    Old spellings are rewritten in each file before merging. Also returns warnings about them.
+    A value in the file itself wins over those in its base files. Of the base files, a later one wins over an
+    earlier one. Old spellings are rewritten in each file before merging. Returns the merged tree, and the
+    warnings about old spellings.
 
     Raises:
         ConfigError: a file cannot be read, or the files form a circle.
@@ -37,7 +39,8 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
     """Read ``path``, merged over its base files.
 
     Args:
-        chain: the files that led here, each through the ``_base_`` of the one before.
+        chain: the files through which ``path`` was reached. The ``_base_`` of each names the next one, and
+            the ``_base_`` of the last one names ``path``.
         entry: the key, value and place of the ``_base_`` entry that names ``path``, for error messages.
     """
     if path.resolve() in map(Path.resolve, chain):

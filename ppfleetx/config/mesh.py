@@ -45,13 +45,15 @@ Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Divide ``ranks`` into (groups between nodes, groups within a node) for a collective in two levels.
+    """Divide ``ranks`` into small groups for a collective in two levels: between nodes, and within a node.
 
-    A group between nodes has the ranks with the same position on every node. The result is None if all
-    ``ranks`` are on one node, each is on its own, or nodes have different numbers of them.
+    Returns (groups between nodes, groups within a node). A group between nodes has one rank of each node: the
+    first ranks of all nodes, then the second ranks, and so on. A group within a node has all ``ranks`` that
+    are on this node. Returns None if all ``ranks`` are on one node, if every node has only one of them, or if
+    some nodes have more of them than others.
 
     Args:
-        per_node: the number of the job's ranks on each node, numbered node by node.
+        per_node: the number of ranks of the job on each node. Ranks are numbered node by node.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)

@@ -30,12 +30,14 @@ def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batc
 
 
 def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1 (Qi et al., "Zero Bubble
-    Pipeline Parallelism", 2023, section 2.2).
+    """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1.
 
     Forward passes (F) and input gradients (B) have the order of 1F1B. The weight gradients (W) of a micro
-    batch follow ``stage`` micro batches after its B, and fill the time at the end in which 1F1B waits. No
-    rank holds the activations of more micro batches than the first rank of 1F1B.
+    batch follow later: rank ``stage`` first computes B for ``stage`` more micro batches. So the last W fill
+    the time at the end of the step in which ranks wait under 1F1B. No rank holds the activations of more
+    micro batches than the first rank does under 1F1B.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
     """
     ahead = min(num_stages - 1 - stage, micro_batches)
     order = [Pass("F", micro) for micro in range(ahead)]

@@ -116,7 +116,10 @@ class ParallelPlan:
         return {axis: position[axis] for axis in AXES}
 
     def data_rank(self, rank: int) -> int:
-        """The part of each batch that the rank reads, from 0 to ``data_size - 1``."""
+        """The data-parallel index of ``rank``, from 0 to ``data_size - 1``.
+
+        Each batch is divided into ``data_size`` parts, and the rank reads the part with this index.
+        """
         at = self.coordinates(rank)
         return at["dp"] * self.sharding + at["sharding"]
 
@@ -307,10 +310,11 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """List all legal parallel plans of ``world_size`` processes that fit the sizes in ``work``.
+    """List the legal parallel plans of ``world_size`` processes for the sizes in ``work``.
 
-    There are one or two virtual stages, no ``pp_layers`` and no expert parallelism. Only a few plans are also
-    listed with offload (:func:`_offloads`).
+    All combinations of degrees, sharding stages and sequence parallelism are listed, with one or two virtual
+    stages. There are no plans with ``pp_layers``, expert parallelism or ZB-H1. Offload to host memory is
+    listed only for a few plans, which :func:`_offloads` selects.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -357,11 +361,16 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Find the legal plan of ``world_size`` processes with the degrees closest to those of ``plan``, or None.
+    """Return a legal plan of ``world_size`` processes with degrees close to those of ``plan``, or None.
 
-    A change of dp counts least, because it does not cut the model differently. Plans that keep the other
-    options of ``plan``, such as the sharding stage, are tried first. Only the nearest few thousand
-    factorizations and pure data parallelism are tried.
+    The distance between two plans counts how often each degree is doubled or halved. The degree dp has the
+    lowest weight, because it does not change how the model is cut.
+
+    First, plans that have the same sep degree, sharding stage, sequence parallelism, virtual stages and
+    pipeline schedule as ``plan`` are tried, from the nearest to the farthest. If none of them is legal, plans
+    with other settings are tried, and finally pure data parallelism. If that is not legal either, the result
+    is None. Of all combinations of degrees, only the few thousand nearest are tried. Expert parallelism and
+    offload are added to the result if ``plan`` has them and they are legal.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))

@@ -19,9 +19,9 @@ class CallbackTraits:
     """What must be known about a callback of the training loop before it is imported.
 
     Attributes:
-        ranks: the ranks that the callback runs on. ``main``: only rank 0, which writes files. ``loss``: also
-            the rank that computes a pipeline's loss, whose log shows it. ``all``: every rank, so that the
-            callback may communicate.
+        ranks: the ranks that the callback runs on. ``main``: only rank 0, which writes files. ``loss``: rank
+            0 and, in a pipeline, a rank that computes the loss, so that the log of this rank shows the loss.
+            ``all``: every rank, so that the callback may communicate.
     """
 
     ranks: Literal["main", "loss", "all"] = "main"
@@ -133,8 +133,10 @@ class OptimizerTraits:
     """What must be known about an optimizer before it is imported.
 
     Attributes:
-        states: the number of float32 states per parameter, of its shape (2 for AdamW's moments).
-        matrix_states: the same for the weight matrices of the transformer blocks, if it differs.
+        states: the number of float32 states per parameter (2 for AdamW, which keeps two moments). Each state
+            has the shape of the parameter.
+        matrix_states: the number of states for the weight matrices of the transformer blocks; None: the same
+            as ``states``.
         reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
     """
@@ -161,11 +163,11 @@ class DatasetTraits:
     """What must be known about a dataset class before it is imported.
 
     Attributes:
-        kind: the kind of data. ``corpus``: samples are cut from files of token ids; the dataset itself
-            decides their order and repeats them for training. ``texts``: samples are records of text files in
-            one directory, encoded by ``Data.tokenizer``. ``own``: anything else; the dataset decides what
-            ``input_dir`` and ``split`` mean. An evaluation or test set of ``texts`` or ``own`` is read to its
-            end.
+        kind: the kind of data. ``corpus``: samples are cut from files of token ids. For training, the dataset
+            itself orders and repeats the samples. Evaluation and test read as many batches as configured
+            (``Engine.eval_iters``, ``Engine.test_iters``). ``texts``: samples are records of text files in
+            one directory, encoded by ``Data.tokenizer``. ``own``: anything else. The dataset decides what
+            ``input_dir`` and ``split`` mean. For ``texts`` and ``own``, evaluation and test read all samples.
         shuffled: for ``texts`` and ``own``, whether each pass over the training data has a new random order,
             which takes 8 bytes per sample; False: samples are read by ascending index.
         num_outputs: the number of classes of a GLUE task (1 if it predicts a number), otherwise None.

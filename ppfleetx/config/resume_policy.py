@@ -154,7 +154,11 @@ _OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_bas
 
 @dataclass(frozen=True)
 class Change:
-    """A changed key with its old and new value, or the section around it if that is null on one side."""
+    """A key whose value differs between two configurations, with its values ``then`` and ``now``.
+
+    If a section that contains the key is null in one of the configurations, this section and its values are
+    given instead.
+    """
 
     key: str
     then: Any
@@ -175,7 +179,10 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """List the keys with this effect on a resumed run. A section stands for its keys that are not listed."""
+    """List the keys with this effect on a resumed run.
+
+    A section in the list stands for all keys in it, except those with an entry of their own in the table.
+    """
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
@@ -210,7 +217,10 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """Find the first key at which two values of ``key`` differ: a key in them if both are sections."""
+    """Return the first key at which two values of ``key`` differ, with its two values.
+
+    If both values are sections, this is a key in these sections. Otherwise it is ``key`` itself.
+    """
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
         key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
@@ -229,7 +239,11 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """Return both values of ``key``, or of the section around it if that is null in a configuration."""
+    """Return ``key`` with its value in both configurations.
+
+    If a section that contains ``key`` is null in one of them, return this section with its two values
+    instead.
+    """
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

@@ -29,13 +29,15 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """Find the configuration of option ``-c``: an existing file or directory, or else a shipped file.
+    """Return the path of the configuration that option ``-c`` names.
 
-    A shipped name may be a path, or lack its folder (``gpt/``) and ``.yaml``. A path that is absolute or ends
-    in ``.yaml`` is returned even if it does not exist, for the reader to report.
+    If a file or directory ``given`` exists, it is returned. Otherwise ``given`` is taken as the name of a
+    shipped file. Its folder (``gpt/``) and the ending ``.yaml`` may be left out, and ``configs/`` may precede
+    it. If no shipped file has this name, but ``given`` is an absolute path or ends in ``.yaml`` or ``.yml``,
+    it is returned, too; reading it then reports that it does not exist.
 
     Raises:
-        ConfigError: no shipped file has this name.
+        ConfigError: ``given`` is none of these.
     """
     given = Path(given)
     if os.path.lexists(given):
@@ -77,7 +79,8 @@ def purpose(path: Path) -> str:
 def copy_config(name: str, directory: Path) -> list[Path]:
     """Copy a shipped configuration file and its ``_base_`` files into ``directory``.
 
-    Returns the files that were written; equal files that exist already are not among them.
+    Returns the files that were written. A file that already exists with the same content is not written
+    again, and is not returned.
 
     Raises:
         ConfigError: the file is not a shipped one, a target exists with other content, or writing failed.

@@ -73,7 +73,11 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Convert ``node`` to plain values for a field's ``annotation``, with their places in ``origins``."""
+    """Convert ``node``, the value of ``key``, to plain Python values.
+
+    ``annotation`` is the type of the field that gets the value. A text field gets an unquoted scalar as it
+    was written. The place of each value is added to ``origins``.
+    """
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):

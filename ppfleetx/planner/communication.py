@@ -87,7 +87,11 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """:func:`group_of` for the axes that distribute (``ep``), slice (``emp``) and copy (``edp``) experts."""
+    """Like :func:`group_of`, but for the axes of experts.
+
+    Experts are distributed over the ranks of ``ep``, each expert's matrices are sliced over ``emp``, and each
+    expert is replicated over ``edp``.
+    """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -99,10 +103,11 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return how many tensor-parallel groups of a node use its network at unrelated times.
+    """Return the number of tensor-parallel groups of a node that use its network independently of each other.
 
-    There are several if they belong to data-parallel replicas whose pipelines cross nodes. Otherwise all
-    groups communicate at the same time, and the result is 1.
+    Groups in different data-parallel replicas are not synchronized within a step if the pipelines cross
+    nodes. In this case, the result is the number of tensor-parallel groups on a node. Otherwise all groups
+    communicate at the same time, and the result is 1. Without tensor parallelism, the result is 1, too.
     """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)

@@ -151,10 +151,11 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts in which tensor-parallel ranks send an activation to the next stage.
+        """The number of parts into which an activation is divided to be sent to the next pipeline stage.
 
-        It is 1 if each rank sends all that it holds: under sequence parallelism its own part, with ZB-H1 or
-        overlapped messages the whole activation.
+        It is ``mp`` if each tensor-parallel rank holds the whole activation and sends one part of it. It is 1
+        if each rank sends everything that it holds. This is so under sequence parallelism, with ZB-H1, and
+        with overlapped messages.
         """
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
@@ -169,7 +170,7 @@ class Job:
     def forwards_first(self) -> bool:
         """Whether a pipeline with virtual stages runs all forward passes before the first backward pass.
 
-        Paddle does so with fewer micro batches than 2 pp, Megatron-LM with exactly pp.
+        Paddle does so if a step has fewer than 2 pp micro batches. Megatron-LM does so if it has exactly pp.
         """
         plan = self.plan
         if plan.virtual_pp_degree == 1:

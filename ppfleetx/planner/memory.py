@@ -129,10 +129,11 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """Return the peak bytes while the model is built, where ``kept`` bytes stay in memory.
+    """Return the peak bytes while the model is built; ``kept`` are the bytes that the finished model needs.
 
-    While a 16-bit parameter is initialized, its float32 values are in memory too. They add to the peak if the
-    master copy is kept elsewhere (``parallel/parallelize.py``).
+    While a 16-bit parameter is initialized, its float32 values are in memory too. Usually they stay there as
+    the master copy, which ``kept`` includes. They add to the peak only if the master copy is kept in host
+    memory or on another rank (``parallel/parallelize.py``).
     """
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
@@ -166,7 +167,9 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 def _kept_gradients(job: Job, held: Held) -> int:
     """Return the number of gradient elements on a rank when the last backward pass ends.
 
-    Under sharding stages 2 and 3, these are the owned gradients, and those in buckets not yet full.
+    Without sharding and under sharding stage 1, the rank has the gradients of all its trained parameters.
+    Under sharding stages 2 and 3, it has the gradients of the parameters that it owns. In addition, it has
+    the gradients in those buckets that are not yet full.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
@@ -175,10 +178,12 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """Return how many micro batches' activations a stage holds at the peak (Korthikanti et al. 2022, §4.2.3).
+    """Return the number of micro batches whose activations a stage holds at the peak.
 
-    It is p - stage for p pipeline ranks. With v virtual stages, it is an average over them, on the first
-    stage p (1 + (p - 1) / (p v)).
+    With p pipeline ranks and no virtual stages, this is p - stage. With v virtual stages, a micro batch
+    counts as 1 / v for each virtual stage that holds its activations. The first stage then has
+    p (1 + (p - 1) / (p v)) (Korthikanti et al. 2022, §4.2.3). The result is never more than the number of
+    micro batches in a step. If all forward passes run first, it is this number.
     """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
@@ -204,7 +209,12 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of a pipeline stage (with virtual stages: of the largest one) in order."""
+    """Return the layers of a pipeline stage, in order.
+
+    With virtual stages, return the layers of one virtual stage instead: of each kind of block, the number in
+    the pipeline stage divided by the number of virtual stages, rounded up. The embedding or the head is
+    included if the pipeline stage has it.
+    """
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -232,9 +242,10 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """Return the bytes of each part of memory that changes during a step, at the moment of their largest sum.
+    """Return {part: bytes} for the parts of memory that change during a step, at the peak of their sum.
 
-    It is in the passes of the first or a later micro batch, or while packed gradients are sent.
+    Three moments are compared: the peak during the passes of the first micro batch, the peak during the
+    passes of a later micro batch, and the sending of packed gradients after the passes.
     """
     gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [

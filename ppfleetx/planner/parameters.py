@@ -31,7 +31,8 @@ class Held:
         trained: elements of ``values`` that are trained.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
-        fills: pairs (elements initialized so far, parameter size), at the last parameter of each size.
+        fills: one pair (elements, size) for each parameter size that occurs. ``elements`` is the number of
+            elements in all parameters up to the last one of this size.
         num_tensors: the number of parameter tensors.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: elements of ``whole`` whose gradients are summed over ``mp`` under sequence parallelism.
@@ -83,7 +84,8 @@ class _Groups(NamedTuple):
     Attributes:
         layers: one group for each block.
         end: the parameters after the blocks.
-        words: the word embedding if the head shares it, because the last pipeline stage then holds a copy.
+        words: the copy of the word embedding that the last pipeline stage holds if the head shares the
+            embedding's weights; empty if it does not.
     """
 
     embedding: _Group
@@ -93,7 +95,10 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """Count the parameters on the rank of pipeline stage ``stage`` that holds the most."""
+    """Return the parameter counts of a rank of pipeline stage ``stage``.
+
+    If the ranks of the stage differ in a count, the largest one is returned.
+    """
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -150,9 +155,10 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Return the gradient bytes of the word embedding; 0 if it is not on ``stage`` or not trained.
+    """Return the bytes of the word embedding's gradient; 0 if it is not on ``stage`` or not trained.
 
-    They cannot overlap with computation: this gradient is complete last, and its parameter is needed first.
+    Messages with this gradient or with the updated embedding cannot overlap with computation. The backward
+    pass completes the gradient last, and the next forward pass needs the embedding first.
     """
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0

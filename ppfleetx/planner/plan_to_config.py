@@ -32,7 +32,8 @@ class PlanOption:
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
     """Parse a parallel plan such as ``dp=4,mp=8``, given by the command-line option ``option``.
 
-    Other settings are taken from the plan ``own``, unless they contradict the given ones.
+    A setting that the text does not give is taken from the plan ``own``. If the setting of ``own``
+    contradicts the text, the default is used. For example, ``mp=1`` switches off sequence parallelism.
 
     Raises:
         ConfigError: a word is unknown, or its value is not allowed.

@@ -58,7 +58,10 @@ class Prediction:
 
     @property
     def quickly_at_least(self) -> float:
-        """A lower bound of :attr:`quickly_at_most`, from the passes and pipeline messages alone."""
+        """A lower bound of :attr:`quickly_at_most`, in seconds, which is faster to compute.
+
+        It is the same estimate for the passes and pipeline messages alone, without the work after them.
+        """
         return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
 
     @cached_property
@@ -141,7 +144,8 @@ def run_prediction(
 
     Args:
         device: the kind of device, such as ``gpu``.
-        card: None: the card in ``Global.card``, else the one known for ``device_name``, else a typical one.
+        card: the card to predict for. If it is None, ``Global.card`` names the card. If this is null too, the
+            card that is known for ``device_name`` is used, or else a typical one for ``device``.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Returns:

@@ -100,9 +100,9 @@ class RecipeInputs:
 
     @property
     def batch(self) -> int:
-        """Sequences per step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, equation 1).
+        """The number of sequences in a step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, equation 1).
 
-        It is a power of two times the odd factor of ``cards``, and a multiple of ``cards``.
+        It is ``cards`` times a power of two (1, 2, 4, ...): the product nearest to the optimum.
         """
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two

@@ -67,7 +67,10 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return the seconds of a batch-size ramp, and of the same sequences with the full batch.
+    """Return two training times in seconds, for the sequences that a batch-size ramp covers.
+
+    The first is the time with the growing batch size of the ramp. The second is the time with the full batch
+    size.
 
     Raises:
         ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.
@@ -162,7 +165,10 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """Return a table for other numbers of data-parallel replicas, with the same global batch."""
+    """Return the lines of a table of step time, duration and cost for other numbers of cards.
+
+    Each row has another number of data-parallel replicas. The global batch stays the same.
+    """
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

@@ -30,7 +30,8 @@ class SearchResult:
     Attributes:
         best: the predictions for the best candidates, best first.
         plans: the number of plans.
-        too_large: the number of plans without candidates, because they fit with no micro batch and recompute.
+        too_large: the number of plans that cannot fit into memory with any micro batch size and any kind of
+            recompute, and so have no candidates.
         fit, unfit: the numbers of candidates that fit into memory, and that do not.
         slower: the number of candidates whose memory was not computed because enough faster ones fit.
     """
@@ -114,7 +115,8 @@ class _Search:
     def try_plan(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with every micro batch size and every kind of recompute, and keep the best candidates.
 
-        Returns whether memory is short: the plan, or a candidate that is fast enough to rank, does not fit.
+        A candidate that is too slow to be among the best is not checked for memory. Returns True if any of
+        the checked candidates does not fit into memory, or if it is clear that no candidate can fit.
         """
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
@@ -129,7 +131,8 @@ class _Search:
     def _all_fit(self, fitted: Job) -> bool:
         """Try ``fitted`` with each kind of recompute, and keep the best candidates.
 
-        Returns False if a candidate that is fast enough to rank does not fit into memory.
+        A candidate that is too slow to be among the best is not checked for memory. Returns False if any of
+        the checked candidates does not fit into memory, otherwise True.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

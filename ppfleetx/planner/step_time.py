@@ -40,10 +40,10 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Return how many seconds a step waits for gradient sums that do not overlap with computation.
+    """Return how many seconds a step waits for gradient reductions that computation does not hide.
 
     Args:
-        one_sum: seconds to sum all gradients once, without overlap.
+        one_sum: seconds of one reduction of all gradients, if nothing else runs at the same time.
         passes: seconds of the passes of one micro batch on this stage.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
@@ -213,8 +213,9 @@ class QuickPasses:
 def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
     """Estimate the time of all passes and pipeline messages of a step without simulating the schedule.
 
-    The busiest stage sets the time per micro batch. Filling and draining the pipeline adds, for each other
-    stage, the time of a micro batch on one virtual stage, or less under ZB-H1.
+    The slower one of the first and the last stage sets the time per micro batch. In addition, filling and
+    draining the pipeline takes pp - 1 times the time of a micro batch on one virtual stage. Under ZB-H1, it
+    takes less, because stages compute weight gradients while they would otherwise wait.
     """
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -257,9 +258,10 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return the seconds after the passes: waiting for gradient sums, update, sending parameters, and total.
+    """Return four times in seconds, for the work after the passes.
 
-    For each kind of work, the slowest pipeline stage counts.
+    They are the wait for the gradient reduction, the optimizer update, the wait for the parameter broadcast,
+    and the sum of these three. Each of the three is the time on the pipeline stage where it takes longest.
     """
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
@@ -297,7 +299,7 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """Return for each pipeline stage the seconds of a backward pass that compute weight gradients."""
+    """Return, for each pipeline stage, the seconds that one backward pass spends on weight gradients."""
     # In the backward pass, each product becomes two, each as slow as the one in the forward pass.
     same, stages = operations_key(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
@@ -309,7 +311,10 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Return the forward time of matrix products with weights in ``block``; None: after the last block."""
+    """Return the seconds of the matrix products with weights in the forward pass of ``block``.
+
+    If ``block`` is None, return this time for the operations after the last block.
+    """
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -412,10 +417,12 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """Return the time to send tokens to their experts and the results back.
+    """Return the seconds to send tokens to their experts, and to send the results back.
 
-    If experts are sliced (``emp``), this includes the gather of their tokens and the sum of their results.
-    Without sequence parallelism, tensor-parallel ranks divide the tokens and gather the results.
+    If each expert is sliced over several ranks (``emp``), these ranks gather the tokens before the experts
+    compute, and sum up the results afterwards. The time of both is included. Without sequence parallelism,
+    each tensor-parallel rank sends only its share of the tokens. The ranks then gather the results, whose
+    time is included, too.
     """
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
@@ -451,10 +458,11 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds of gradient sums that do not overlap with the passes.
+    """Return the seconds that a step spends on gradient reductions without computing at the same time.
 
-    One sum may overlap: to the owners with sharding, otherwise over ``sep`` and ``dp``. The sums over
-    replicas of owners and of experts come after it.
+    Only one reduction can overlap with the passes. With sharding, this is the reduction to the owners of the
+    parameters. Without sharding, it is the reduction over ``sep`` and ``dp``. All other reductions come after
+    it: with sharding, the one over ``sep`` and ``dp``; for experts, the one over their replicas.
     """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:

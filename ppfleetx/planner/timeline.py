@@ -42,7 +42,8 @@ class Messages(NamedTuple):
 
     Attributes:
         seconds: the time of one message.
-        output_waits, gradient_waits: whether the sender of an activation, or of a gradient, waits as well.
+        output_waits: whether a stage that sends an activation computes nothing until it has been received.
+        gradient_waits: the same for a stage that sends a gradient.
     """
 
     seconds: float
@@ -145,7 +146,11 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run a pass of a stage and send its output. Returns the stages, at most one, that waited for it."""
+        """Run a pass of a stage, and send its output if there is a next pass.
+
+        Returns a list with the stage that receives the output. The list is empty if there is none, or if it
+        is the same stage.
+        """
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]
             self._clock[stage] = end

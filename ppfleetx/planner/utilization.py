@@ -74,11 +74,13 @@ class Utilization:
     peak_of: str
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """Return TFLOP/s per device, and shares of the peak from 0 to 1, for a step that took ``seconds``.
+        """Return a step's TFLOP/s per device, and this rate as a share of the peak, from 0 to 1.
 
-        There are no shares if the peak is unknown. ``tflops_per_device`` and ``mfu`` count all pairs of
-        positions in attention (Narayanan et al. 2021, Chowdhery et al. 2022), names with ``_causal`` the
-        causal half, as Megatron-LM does. ``tflops_per_device_with_recompute`` and ``hfu`` add recomputation.
+        The step took ``seconds``. If the peak is unknown, the shares are left out. ``tflops_per_device`` and
+        ``mfu`` count all pairs of positions in attention (Narayanan et al. 2021, Chowdhery et al. 2022).
+        ``tflops_per_device_causal`` and ``mfu_causal`` count only half of the attention, because a position
+        attends only to earlier ones; Megatron-LM counts in this way. ``tflops_per_device_with_recompute`` and
+        ``hfu`` count all pairs and the recomputation.
         """
         kinds = (
             ("", "mfu", "full"),
@@ -116,8 +118,9 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Returns:
-        None if the FLOPs cannot be counted: for networks other than our GPT, classifiers, adapters beside
-            frozen weights, or training texts of varying length.
+        None if the FLOPs cannot be counted. This is so if the configuration has no training data, if the
+            network is not our GPT or is a classifier, if it has LoRA adapters, or if samples are texts of
+            varying length.
     """
     train = cfg.Data.Train
     if train is None or not train.dataset.is_corpus or cfg.Model.name != "GPT" or cfg.Model.lora is not None:

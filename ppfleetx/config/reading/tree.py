@@ -137,7 +137,11 @@ def plain_value(node: Node) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return the nodes of a file name, a list of them, or null. Raises ConfigError for other values."""
+    """Return a list of nodes with one file name each.
+
+    ``node`` may be a file name or a list of file names. The result is empty if it is null or None. Raises
+    ConfigError for any other value.
+    """
     if node is None or node.value is None:
         return []
     items = node.value if isinstance(node.value, list) else [node]

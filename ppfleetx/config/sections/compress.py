@@ -188,11 +188,13 @@ class WeightsConfig(Section):
 class PruneConfig(Section):
     """Structured pruning in training: the heads and feed-forward units with the smallest weights stay zero.
 
-    Key/value heads are pruned with their query heads, and each layer loses the same number. `ppfleetx prune`
-    removes them from the checkpoint afterwards.
+    Key/value heads are pruned with their query heads. The same number of heads and units is pruned in each
+    layer. `ppfleetx prune` removes them from the checkpoint afterwards.
 
-    Without a schedule (`end_step: null`), all are set to zero after `begin_step` steps. With one, the share
-    after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).
+    `ratio` is the share of the heads and units to prune. Without a schedule (`end_step: null`), this share is
+    pruned at once, after `begin_step` steps. With a schedule, the pruned share grows every `frequency` steps.
+    After t steps, it is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
+    2017).
     """
 
     enable: Bool = False
@@ -243,7 +245,10 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """How many of ``total`` heads, units or experts are a ``share`` from 0 to 1, rounded down."""
+    """Return how many of ``total`` heads, units or experts to remove if ``share`` of them is removed.
+
+    ``share`` is a number from 0 to 1. The result is rounded down.
+    """
     return int(total * share + 1e-9)
 
 

@@ -279,7 +279,7 @@ class EvalConfig(DataSplitConfig):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: byte-level BPE files, in `dir`, `tokenizer_file`, or `vocab_file` and `merges_file`."""
+    """The tokenizer. For `BPE`, set `dir`, or `tokenizer_file`, or both `vocab_file` and `merges_file`."""
 
     name: Annotated[str, Registered(TOKENIZERS)] = "BPE"
     """BPE reads the files below; another name is a tokenizer of your own (docs/extending.md)."""
@@ -323,7 +323,10 @@ class DataConfig(Section):
     it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
-        """Yield (mode, section) for each of ``modes`` that is set, once per named evaluation set."""
+        """Yield (mode, section) for each of ``modes`` whose section is set.
+
+        A mode with named evaluation sets is yielded once per set, with a section for this set only.
+        """
         for mode in modes:
             section = getattr(self, mode)
             if isinstance(section, EvalConfig) and section.sets:

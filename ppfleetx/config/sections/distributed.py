@@ -77,12 +77,12 @@ class DistributedConfig(Section):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """The bytes of a gradient bucket sent during the backward pass; None if they are sent after it."""
+        """The configured ``bucket_size`` in bytes; None without ``sharding.reduce_overlap``."""
         return self.packed_bytes if self.sharding.reduce_overlap else None
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes of gradients that are packed into messages at a time (``bucket_size``)."""
+        """The configured ``bucket_size`` in bytes."""
         return int(self.bucket_size * 2**20)
 
     def violations(self) -> Iterator[RuleError]:

@@ -319,7 +319,10 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """Section ``moe`` for comparing networks (:meth:`MoEConfig.of_network`); None: a dense model."""
+        """The section ``moe`` in a standard spelling, for comparing networks; None if the model is dense.
+
+        See :meth:`MoEConfig.of_network`.
+        """
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -367,7 +370,10 @@ class ModelConfig(Section):
 
     @property
     def matrix_std(self) -> float:
-        """The standard deviation of the blocks' initial weight matrices, before ``scale_output_init``."""
+        """The standard deviation of the initial weight matrices of the blocks.
+
+        With ``scale_output_init``, output projections have a smaller one, which is computed from this value.
+        """
         return self.initializer_range / self.width_multiplier**0.5
 
     @property
@@ -397,11 +403,14 @@ class ModelConfig(Section):
         return None
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether the backward pass recomputes layer number ``layer``, from 0 over the whole model."""
+        """Whether the backward pass recomputes layer ``layer``.
+
+        Layers are counted from 0 across all pipeline stages.
+        """
         return layer in self.recomputed_layers()
 
     def recomputed_layers(self) -> Collection[int]:
-        """The numbers of the layers, from 0 over the whole model, that the backward pass recomputes."""
+        """The indices of the recomputed layers, counted from 0 across all pipeline stages."""
         if not self.use_recompute:
             return ()
         chosen = self.recompute_layers
@@ -529,7 +538,10 @@ class ModelConfig(Section):
             )
 
     def window_of(self, layer: int) -> int | None:
-        """The attention window of layer number ``layer``, from 0 over the whole model; None: no limit."""
+        """The attention window of layer ``layer``; None: no limit.
+
+        Layers are counted from 0 across all pipeline stages.
+        """
         chosen = self.attention_window_layers
         return self.attention_window if chosen is None or layer in chosen else None
 

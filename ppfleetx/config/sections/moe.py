@@ -130,13 +130,18 @@ class MoEConfig(Section):
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The numbers of the layers, from 0 over the whole model, that are mixtures of experts."""
+        """The indices of the mixture-of-experts layers, counted from 0 across all pipeline stages."""
         if self.layers is not None:
             return tuple(sorted(self.layers))
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """A copy for comparing networks: equal choices are spelled alike, and training-only keys reset."""
+        """Return a copy in a standard spelling, for comparing networks.
+
+        A choice that a configuration can express in several ways is expressed in one: the mixture layers
+        always by ``layers``, and the width of an expert always by a number. Keys that matter only in training
+        have their default values.
+        """
         default = type(self).model_fields
         return self.model_copy(
             update={

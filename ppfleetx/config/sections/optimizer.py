@@ -243,11 +243,17 @@ class OptimizerConfig(Section):
 
     @property
     def num_states(self) -> int:
-        """The number of float32 optimizer states per parameter, the largest one of several optimizers."""
+        """The number of float32 optimizer states per parameter.
+
+        If parameter groups use several optimizers, it is the largest number that one of them needs.
+        """
         return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
-        """The number of float32 optimizer states of parameter ``name``, each of the parameter's shape."""
+        """The number of float32 optimizer states that parameter ``name`` has.
+
+        Each state has the same shape as the parameter.
+        """
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)
         few = traits.matrix_states if is_hidden(name, kind) else None

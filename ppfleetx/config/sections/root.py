@@ -77,7 +77,10 @@ class RunConfig(Section):
         return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), self)
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """Make a ConfigError: the value of ``key`` breaks ``rule``. It shows where the value was written."""
+        """Return a ConfigError about the value of ``key``, with ``rule`` as the explanation.
+
+        The message also shows the value and the place where it was written.
+        """
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:
