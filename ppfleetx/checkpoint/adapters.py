@@ -34,8 +34,9 @@ def is_adapter_or_head(name: str) -> bool:
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
     """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them.
 
-    The hash covers the element type and the first few numbers of each tensor in ``names``, which training
-    changes. It does not depend on the parallel plan that saved the checkpoint.
+    The hash covers the element type and the first few numbers of each tensor in ``names``. If the weights are
+    trained further, these numbers change, and therefore the hash. It does not depend on the parallel plan
+    that saved the checkpoint.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):

@@ -60,7 +60,8 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return {file name: chat template of the finetuning}; empty if it is the tokenizer's, or none."""
+    """Return {file name: chat template}, with the template by which training renders its data. Empty if the
+    data are not chats, or if the template is the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}

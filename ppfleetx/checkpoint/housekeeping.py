@@ -37,8 +37,9 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Write the name of a complete checkpoint to the file ``best`` in its output directory, which protects it
-    from `keep_newest`. Raises CheckpointError if the file cannot be written."""
+    """Write the name of a complete checkpoint to the file ``best`` in its output directory, and then call
+    `keep_newest`, which never deletes the checkpoint that ``best`` names. Raises CheckpointError if the file
+    cannot be written."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -120,7 +121,8 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a finished checkpoint from its hidden to its final name, and delete an earlier one there."""
+    """Rename a finished checkpoint from its hidden name ``saved`` to its final name ``target``. An earlier
+    checkpoint with this final name is deleted."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -134,7 +136,8 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Hide a checkpoint, and then delete it, so that a killed deletion leaves nothing that looks like one."""
+    """Rename a checkpoint to a hidden name, and then delete it. If the process is killed during the deletion,
+    the files that remain are hidden, so they are not taken for a checkpoint."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)

@@ -64,8 +64,9 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """Return the lazy tensor `make(*parts)`, which has the element type of the parts. Raises CheckpointError,
-    naming the tensor ``name``, if they have different ones."""
+    """Return a lazy tensor whose array is the result of ``make``, called with the arrays of ``parts``. It has
+    the element type of the parts. Raises CheckpointError, naming the tensor ``name``, if the element types of
+    the parts differ."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")

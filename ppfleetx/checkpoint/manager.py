@@ -63,8 +63,8 @@ class SharedSave:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices of the tensors, which no other rank may write. Returns what `publish`
-        needs, or None without slices."""
+        """Write this rank's slices of the tensors. No other rank may write the same slices. Returns what this
+        rank wrote, which `publish` needs; None if this rank has no slices."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
@@ -164,14 +164,15 @@ class CheckpointManager:
         """Wait for a background save to complete, and return its path; None if there is none."""
 
     def abandon(self) -> None:
-        """End a background save because this process stops with an error, without communication."""
+        """End a background save, because this process stops with an error. Does not communicate with other
+        ranks."""
 
 
 class BackgroundManager(CheckpointManager):
     """Saves checkpoints in the background, one at a time: `save` returns early, and a thread writes the data.
 
-    All ranks must call `poll` and `wait` in the same order, and get the same results. Each rank needs host
-    memory for a copy of the data that it writes.
+    All ranks must call `poll` and `wait` in the same order. A call has the same result on all ranks. Each
+    rank needs host memory for a copy of the data that it writes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -239,10 +240,12 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """End the save in progress because this process stops with an error, without communication.
+        """End the save in progress, because this process stops with an error. Does not communicate with other
+        ranks.
 
-        Waits until this process has written its slices. A job of one process completes its checkpoint. A job
-        of several ranks leaves no checkpoint, because this needs the slices of all ranks.
+        Waits until the thread of this process has ended. In a job of one process, this completes the
+        checkpoint; an error of writing is only logged. In a job of several ranks, there is no checkpoint
+        unless rank 0 had already begun to publish it, because publishing needs the slices of all ranks.
         """
         if self._task is None:
             return

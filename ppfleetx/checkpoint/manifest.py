@@ -1,4 +1,6 @@
-"""The manifest, the file ``manifest.json`` that lists the contents of a checkpoint; and sealed files.
+"""Two kinds of files: the manifest of a checkpoint, and sealed files.
+
+The manifest, ``manifest.json``, lists the contents of the checkpoint.
 
 A sealed file is a small text file that ends with its own CRC-32, such as ``COMPLETE``, which marks a complete
 checkpoint. `docs/checkpoint_format.md` specifies the format.
@@ -219,8 +221,9 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check the content of the ``manifest.json`` at ``where``. Raises CheckpointError if it has
-        another format or version, or is inconsistent."""
+        """Parse and check the content of the ``manifest.json`` at ``where``. Raises CheckpointError if it is
+        not a manifest of ppfleetx, if this program does not support its version or the chunk size of its
+        checksums, or if the content is inconsistent."""
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
@@ -265,7 +268,8 @@ class _Document(BaseModel):
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
     """Return the name of a rank's directory in a checkpoint.
 
-    Only ranks with dp > 0 or sep > 0, which write only weights of experts, have ``dp`` and ``sep`` in it.
+    ``dp`` and ``sep`` are in the name only if they are above 0. Ranks with ``dp`` or ``sep`` above 0 write
+    only weights of experts.
     """
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"

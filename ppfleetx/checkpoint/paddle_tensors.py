@@ -146,9 +146,10 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Load the optimizer's master weights from a checkpoint, or from its weights if it has none.
+    """Load the optimizer's master weights from a checkpoint. For parameters without master weights in the
+    checkpoint, the checkpoint's model weights are loaded as master weights.
 
-    Call this after :func:`load_model`, so that the first update does not restore the old values of 16-bit
+    Call this after :func:`load_model`. Otherwise, the first update would restore the old values of 16-bit
     parameters. Raises CheckpointError if data is damaged.
     """
     params, stored = dict(named_params), set(checkpoint.names())
@@ -160,8 +161,8 @@ def load_masters(
 
 
 class _StateInfo:
-    """Offset and shape of this rank's optimizer state in the whole tensor: those of its parameter if it has
-    the parameter's shape; otherwise the state is whole on every rank."""
+    """Where this rank's optimizer state is in the whole tensor. If the state has the shape of the rank's part
+    of its parameter, it has the same offset as this part. Any other state is whole on every rank."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)

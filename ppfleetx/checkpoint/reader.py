@@ -85,7 +85,8 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """Read ``config.yaml`` or a tokenizer file, or return None. Raises CheckpointError if damaged."""
+        """Return the content of ``config.yaml`` or a tokenizer file; None if the checkpoint does not have
+        this file. Raises CheckpointError if the file is damaged."""
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
@@ -169,7 +170,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
     """Return the bytes of ``manifest.json`` in the step directory ``path``. Raises CheckpointError if their
-    checksum is not that in ``marker``, the fields of ``COMPLETE``."""
+    number or their checksum differs from that in ``marker``, the fields of ``COMPLETE``."""
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)
     if len(content) != size:

@@ -44,12 +44,14 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from a checkpoint's `gather_rng_state`. Returns whether every rank got
-    the state that it had saved itself, which is so if the parallel plan has the same degrees.
+    """Restore this rank's generators from the result of `gather_rng_state` in a checkpoint.
 
-    Otherwise all ranks get rank 0's default generators, and the named streams of Paddle's RNG tracker keep
-    their seeds. Dropout is the same in both cases: its masks depend only on seed and step. Raises
-    CheckpointError if a state is missing or invalid.
+    Returns True if the parallel plan has the same degrees as that of the checkpoint. Then every rank gets the
+    state that it saved itself.
+
+    Otherwise returns False. All ranks then get rank 0's default generators, and the named streams of Paddle's
+    RNG tracker keep their seeds. Dropout is the same in both cases: its masks depend only on seed and step.
+    Raises CheckpointError if a state is missing or invalid.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):

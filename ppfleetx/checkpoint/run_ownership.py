@@ -58,8 +58,9 @@ class Ownership:
     def covers(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``.
 
-        It must have saved the checkpoint under its present name, and not been started from it. No file may
-        have been added to the directory since, and ``path`` must not be a symbolic link.
+        The run must have saved the checkpoint under its present name, and must not have been started from it.
+        No file may have been added to the checkpoint since it was saved, and ``path`` must not be a symbolic
+        link.
         """
         if path.is_symlink() or path.resolve() in self.spared:
             return False

@@ -57,8 +57,9 @@ class TensorSlice:
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         vocab_dim: the dimension that counts vocabulary entries, which may be padded; None if there is none.
         is_live: whether the array is the tensor's own memory, so that the next optimizer update changes it.
-        fetch: starts a copy from the device that the next optimizer update does not change, and returns a
-            function that waits for it. None if only ``data`` is available.
+        fetch: a function that starts copying the data from the device to host memory. It returns a second
+            function, which waits for the copy and returns it. The next optimizer update does not change the
+            copy, even if it begins before the copy has ended. None if only ``data`` is available.
     """
 
     name: str

@@ -128,8 +128,9 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a tensor slice. Raises CheckpointError if the checksum of a chunk with these
-    bytes is wrong. ``into`` is a buffer to use if the range is the whole slice."""
+    """Read bytes [start, end) of a tensor slice. The chunks that contain these bytes are read as a whole, and
+    CheckpointError is raised if a chunk's checksum is wrong. ``into`` is a buffer for the data, which can be
+    given if the range is the whole slice; None: a new buffer is used."""
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # Not bytearray, whose zeroing costs as much as the read.

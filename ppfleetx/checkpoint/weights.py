@@ -125,7 +125,8 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """Context manager that yields the same tensors, and shows a progress bar while they are read."""
+    """Context manager that shows a progress bar while ``tensors`` are read. It yields lazy tensors with the
+    same names and data, which must be used for reading, because only they advance the bar."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}

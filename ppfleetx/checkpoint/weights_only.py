@@ -46,8 +46,9 @@ from ppfleetx.utils.log import get_logger
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
     """Read the weights of a checkpoint of ppfleetx. ``path`` is any that `Engine.save_load.ckpt_dir` accepts.
 
-    With ``masters``, float32 master weights take the place of the weights that have them. Quantized weights
-    are returned as stored if ``few_bits``; otherwise they raise CheckpointError.
+    If ``masters`` is true, a weight that has a float32 master weight in the checkpoint is read from its
+    master weight. Quantized weights are returned as stored if ``few_bits`` is true; otherwise they raise
+    CheckpointError.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -160,10 +161,11 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write converted weights into the directory ``output``: a checkpoint without training state, and beside
-    it ``config.yaml`` and the tokenizer. Returns the step directory.
+    """Write converted weights as a checkpoint without training state. Returns its step directory, which is in
+    the directory ``output``. The files ``config.yaml`` and the tokenizer are written into ``output`` as well.
 
-    ``weights`` describes the source. ``tensors`` are all parameters of ``model``, with vocabulary padding.
+    ``tensors`` are the parameters to write: all those of ``model``, with vocabulary padding. ``weights``
+    describes their source; its own tensors are not used.
     """
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -201,7 +203,8 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Add a ``generation_config.json`` with the special tokens of ``config.json`` if there is none."""
+    """Add a ``generation_config.json`` with the special tokens of ``config.json``. Nothing is added if the
+    directory already has this file, or if ``config.json`` has no ``eos_token_id``."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
