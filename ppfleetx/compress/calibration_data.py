@@ -32,8 +32,8 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Read windows of tokens, evenly spread over a corpus or a text file: for calibration from the first nine
-    tenths of the tokens, for evaluation from the last tenth.
+    """Read windows of tokens from a corpus or a text file. The windows for calibration are evenly spread over
+    the first nine tenths of the tokens, and the windows for evaluation over the last tenth.
 
     Args:
         place: the path prefix of a .bin/.idx corpus, or a text file.

@@ -110,7 +110,9 @@ class _ChunksWithTeacher(DeferredLogits):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Raise ConfigError if the student's parallel plan does not suit the teacher's experts."""
+    """Raise ConfigError if the student's parallel plan cannot be used for a teacher with experts.
+    ``ep_degree`` must divide the number of the teacher's experts. If the student has no experts,
+    ``mp_degree`` must be 1."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -129,7 +131,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
     """Build the teacher from the checkpoint at ``place``, with the weights that this rank needs.
 
     Raises CheckpointError if there is no checkpoint, or if its vocabulary differs from the student's;
-    ConfigError if the plan does not suit the teacher's experts.
+    ConfigError if the teacher has experts and the parallel plan cannot be used for them.
     """
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)

@@ -56,9 +56,11 @@ class Parts:
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """Return how a parameter is divided into attention groups or feed-forward units; None if it is not.
+    """Return how a parameter is divided into attention groups or feed-forward units; None if it is not
+    divided in this way.
 
-    ``own`` is the parameter's name in its layer, such as ``mlp.fc1.weight``. ``shape`` is its whole shape.
+    ``own`` is the parameter's name in its layer, such as ``mlp.fc1.weight``. ``shape`` is the shape of the
+    whole parameter.
     """
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
@@ -154,8 +156,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError unless the network can be pruned: all layers are the same, their only matrices are
-    ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and it has no feature in ``ModelConfig.not_pruned``."""
+    """Raise ConfigError unless the network can be pruned. All layers must be the same, with no matrices
+    except ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and `ModelConfig.not_pruned` must be None."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")
@@ -205,7 +207,8 @@ def magnitude_scores(
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
     """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each group or unit, in
-    float64. ``values`` is a matrix, or a slice with whole parts; bfloat16 is passed as bits in uint16."""
+    float64. ``values`` is the whole matrix, or a slice of it in which all groups or units are complete.
+    bfloat16 values are passed as bits in uint16."""
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
         mass = mass**2

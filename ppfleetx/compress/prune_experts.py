@@ -26,8 +26,9 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
     """Return how many experts each layer has after removing the fraction ``ratio`` of them.
 
-    The number to remove is rounded down, and what remains is rounded up to a multiple of ``multiple``. Raises
-    ConfigError if the model has no experts, the router needs more, or nothing would change.
+    The number to remove is rounded down, and the number that remains is rounded up to a multiple of
+    ``multiple``. Raises ConfigError if the model has no experts, if no expert would be removed, or if the
+    router cannot work with the number that remains, for example because ``top_k`` is larger.
     """
     check_share(ratio, multiple)
     moe = model.moe

@@ -6,7 +6,8 @@ backward, so its gradients are exactly zero, and neither optimizer nor weight de
 therefore needs no extra state, and training can resume from it under any parallel plan.
 
 As in ``ppfleetx prune``, importance scores are sums over the weights of the whole model. One rank of the job
-computes the sums of each matrix, in float64. Pruned parts score zero, so the next selection includes them.
+computes the sums of each matrix, in float64. Pruned parts score zero, so they are among the parts
+with the smallest scores again when more parts are pruned.
 
 Settings: ``Compress.Prune``.
 """
@@ -57,10 +58,12 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune what the schedule requires at ``step``.
+        """Prune what the schedule requires at ``step``. At steps between those of the schedule, this does
+        nothing, with one exception.
 
-        The first call after a start or a rollback also prunes between the steps of the schedule, because the
-        checkpoint may have been saved before pruning. Raises ConfigError if pruned parts are no longer zero.
+        The first call after a start or a rollback prunes, at any step, as much as the schedule requires by
+        then, because the checkpoint may have been saved before the latest pruning. Raises ConfigError if
+        pruned parts are no longer zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -150,8 +153,9 @@ class PruningInTraining:
                     )
 
     def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
-        """Set groups and units with the smallest scores to zero, as many per layer as ``out`` says, and their
-        optimizer states. Returns how many of them were not yet zero."""
+        """Set the groups and units with the smallest scores to zero, and their optimizer states, too. ``out``
+        has two numbers: how many groups and how many units of each layer to set to zero. Returns how many of
+        these groups and units, over all layers, were not zero before."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0

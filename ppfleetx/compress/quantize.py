@@ -122,11 +122,15 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Choose the group size: how many consecutive input features share a scale.
+    """Return ``weights`` with the group size: how many consecutive input features share a scale.
 
-    It is the first of :data:`GROUPS` that divides the number of input features of all matrices. If none does,
-    8-bit weights get one scale per output feature and no offsets. Matrices that no group size divides cannot
-    have 4 bits: they are not quantized, with a warning. Raises ConfigError if these are all matrices.
+    The group size divides the number of input features of all matrices to quantize, and the hidden size. For
+    8-bit weights, it is 32 or 16; if neither is possible, each output feature has one scale, and there are no
+    offsets.
+
+    For 4-bit weights, it is 32, 16 or 8. Matrices whose number of input features is not a multiple of 8 are
+    not quantized, with a warning; ConfigError is raised if this is so for all matrices. If the hidden size is
+    not a multiple of 8, there are no offsets; the group size then need not divide the hidden size.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -174,7 +178,7 @@ class Quantizer:
 
     Args:
         room: an empty directory for temporary files with the quantized tensors.
-        samples: data for calibration and evaluation, which are left out if it is None.
+        samples: data for calibration and evaluation; None: neither is done.
     """
 
     def __init__(
@@ -366,7 +370,8 @@ class Quantizer:
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
     """Describe the most extreme input feature of a layer, for a warning. Empty if none is an outlier.
 
-    ``inputs`` has the largest magnitude of each input feature ``[k]``, and ``rows`` that of its weights.
+    ``inputs [k]`` has the largest magnitude of each input feature in the calibration data. ``rows [k]`` has
+    the largest magnitude of the weights that each input feature is multiplied by.
     """
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
@@ -380,8 +385,8 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 class _Products:
     """Context manager that measures the output error of quantized linear layers during forward passes.
 
-    The error is relative to the original weight's output on the same inputs. Only layers that also round
-    activations are measured; for others, the error follows from the weights.
+    The error is relative to the original weight's output on the same inputs. It is measured only for layers
+    that also round activations. For all other layers, :func:`output_error` computes it from the weights.
     """
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:

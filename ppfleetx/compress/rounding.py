@@ -61,8 +61,9 @@ def scales_of(
     Args:
         per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
         group_size: how many consecutive input features share a scale; None: all.
-        method: the value that the largest integer stands for: the largest magnitude (``absmax``), or the best
-            in squared rounding error of 26 values from the largest magnitude down to half of it (``mse``).
+        method: how to choose the value that the largest integer stands for. ``absmax``: it is the largest
+            magnitude of the weights that share the scale. ``mse``: 26 values are tried, from the largest
+            magnitude down to half of it, and the one with the smallest squared rounding error is chosen.
 
     Returns:
         float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
@@ -83,9 +84,12 @@ def scales_of(
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
     """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid, float16 ``[2 g, n]``.
 
-    Each group and output feature gets the grid with the smallest squared error of these: llama.cpp's Q8_0 or
-    Q4_0, one that covers the range of the weights, below 8 bits also grids with 80 to 95 % of this range, and
-    each of these after a least-squares fit. Raises DataError if a value does not fit float16.
+    Several grids are tried for each group and output feature, and the one with the smallest squared error is
+    chosen. The first is llama.cpp's Q8_0 for 8 bits, or its Q4_0 for fewer bits. The second covers the range
+    of the weights. For fewer than 8 bits, grids that cover 80 to 95 % of this range are tried, too. Each of
+    these grids is tried a second time after a least-squares fit to the weights.
+
+    Raises DataError if a weight is NaN, or too large for float16.
     """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
@@ -237,7 +241,8 @@ class Stored:
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Raise ConfigError unless the group size of ``form``, and 8 if it has 4 bits, divide ``in_features``."""
+    """Raise ConfigError if the layer ``name`` cannot be stored in the format ``form``. The group size of
+    ``form`` must divide ``in_features``. If the format has 4 bits, 8 must divide ``in_features``, too."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(
@@ -277,8 +282,10 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
     """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022), with the same scales as :func:`nearest`.
 
-    One input feature is rounded at a time, those with large inputs first. The weights of the remaining ones
-    are adjusted to compensate for the error. ``hessian`` is ``X^T X [k, k]`` float64 of the layer's inputs X.
+    The weights of one input feature are rounded at a time, beginning with the feature that has the largest
+    sum of squared inputs. After each feature, the weights of the features that are not yet rounded are
+    adjusted to compensate for the error. ``hessian [k, k]`` is ``X^T X`` in float64, where X are the layer's
+    inputs.
     """
     scale = _scale_of(weight, form)
     size = weight.shape[0]
@@ -366,8 +373,11 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to one block: divide each input feature of linear layers by a
-    factor, and multiply the row of the weight for this feature by it. The preceding norms do the division.
+    """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block that read the output of a norm.
+
+    Each input feature of such a layer is divided by a factor, by dividing the weight and bias of the norm.
+    The layer's weights for this feature are multiplied by the same factor, so the block computes the same
+    function.
 
     ``parameters`` are changed in place. ``largest`` has the largest magnitude ``[k]`` of each input feature
     in calibration data, by linear layer. Returns the factors ``[k]`` by linear layer.

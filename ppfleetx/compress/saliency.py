@@ -1,9 +1,10 @@
 """Measure the importance of attention groups, feed-forward units and experts on calibration data.
 
 The importance of a group or unit is its first-order effect on the loss (Michel et al., "Are Sixteen Heads
-Really Better than One?", 2019): the derivative of the loss with respect to a factor, at 1, that multiplies
-the output of the group or unit. This equals the sum of weight times gradient over the weights that read the
-output. The magnitudes are summed over batches of windows.
+Really Better than One?", 2019). Suppose that its output is multiplied by a factor. The effect is the
+derivative of the loss with respect to this factor, where the factor is 1. It equals the sum of weight times
+gradient over the weights that read the output. Its absolute value is computed for each batch of windows, and
+added up over the batches.
 
 The importance of an expert is the fraction of all routing weight that it gets.
 """
