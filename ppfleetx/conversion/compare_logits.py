@@ -27,8 +27,9 @@ _SCRIPT = Path(__file__).with_name("transformers_logits.py")
 class Probe:
     """Token ids and positions, both ``[b, s]``, on which the logits of two networks are compared.
 
-    There are two sequences, one with consecutive positions, and one with positions spread over all that the
-    model has. The latter reveals errors in slow rotary frequencies and in late rows of a position table.
+    There are two sequences. One has consecutive positions. The positions of the other are spread over the
+    model's maximum length, which reveals errors in slow rotary frequencies and in late rows of a position
+    table.
     """
 
     tokens: np.ndarray
@@ -47,7 +48,8 @@ class Probe:
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a probe with positions small enough for transformers' float32 rotary angles."""
+        """Return a probe whose positions are so small that the rotary angles that transformers computes in
+        float32 are exact enough."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 

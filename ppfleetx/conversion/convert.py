@@ -224,8 +224,8 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
     """Return the interpreter for transformers: ``given``, or this one if it has transformers, or None.
 
-    transformers cannot read directories that Paddle's libraries wrote. For these the result is None, or
-    CheckpointError is raised if ``given`` is not None.
+    transformers cannot read directories that Paddle's libraries wrote. For such a ``directory``, the result
+    is None; if ``given`` is not None, CheckpointError is raised.
     """
     if read_stored(directory).is_paddle:
         if given is not None:

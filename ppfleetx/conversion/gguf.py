@@ -142,7 +142,7 @@ _SAMPLING = {
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` is a GGUF file by its name or its first bytes."""
+    """Return whether ``path`` is a file whose name ends in ``.gguf``, or that begins with GGUF's magic."""
     if not path.is_file():
         return False
     if path.suffix == SUFFIX:
@@ -224,8 +224,9 @@ def _library() -> Any:
 
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """Open a GGUF file, which takes seconds for a large vocabulary, so the last one is cached. ``version``
-    belongs to the cache's key, and changes if the file is replaced."""
+    """Open a GGUF file. Opening takes seconds if the vocabulary is large, so the file that was opened last is
+    cached. ``version`` is not used to open the file. It changes if the file is replaced, so that the new file
+    is opened instead of using the cache."""
     return _library().GGUFReader(path)
 
 
@@ -508,8 +509,9 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
     """Choose the element type of a tensor in the GGUF file, as llama.cpp does.
 
-    Vectors and position embeddings are float32. If ``dtype`` is a quantized type, embedding and head have 8
-    bits, and matrices whose rows do not divide into blocks are float16.
+    Vectors and position embeddings are float32. All other tensors keep their type if ``dtype`` is None. If
+    ``dtype`` is a quantized type, the embedding and the head get 8 bits, and all other matrices get
+    ``dtype``, except that matrices whose rows do not divide into blocks are float16.
     """
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
@@ -545,8 +547,9 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
 
 
 def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add the divisors of the rotary frequencies, which Llama 3's rotary scaling needs in a GGUF file, to
-    ``tensors``. Returns them; None for other networks."""
+    """Add the divisors of the rotary frequencies to ``tensors``, and return them. A GGUF file needs them if
+    the network uses Llama 3's rotary scaling. For other networks, nothing is added, and the result is None.
+    """
     if model.rope_scaling is None or model.rope_scaling.type != "llama3":
         return None
     factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)

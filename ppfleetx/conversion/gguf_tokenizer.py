@@ -108,8 +108,8 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
-    """Return the id of a special token, such as ``bos``, from GGUF metadata. None if it is missing or not the
-    id of a token, such as -1."""
+    """Return the id of the special token ``name``, such as ``bos``, from GGUF metadata. None if the metadata
+    have no id for it, or have a number that is not the id of a token, such as -1."""
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
 
@@ -166,8 +166,9 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """Make the list of BPE merges from the scores of tokens: all pairs of tokens that form another token, in
-    the order of its score, highest first."""
+    """Make the list of BPE merges from the scores of tokens. The merges that produce a token are all pairs of
+    tokens whose texts together are its text. Merges are sorted by the score of the token that they produce,
+    highest first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:

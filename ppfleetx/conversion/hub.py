@@ -134,7 +134,8 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """Ask the hub for the model's files and commit; None if only the cache can be reached."""
+        """Ask the hub for the model's files and commit. If the hub cannot be reached but the model is in the
+        cache, returns None, with a warning."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
             with self._errors_as_ours():

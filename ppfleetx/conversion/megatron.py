@@ -163,10 +163,11 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
 def _grids(
     files: Mapping[tuple[int, ...], Path], arguments: Mapping[str, Any], directory: Path
 ) -> list[dict[tuple[int, int], Path]]:
-    """Return a mapping for each expert-parallel rank, from (tensor-parallel rank, pipeline rank) to file.
+    """Return {(tensor-parallel rank, pipeline rank): file} for each expert-parallel rank.
 
-    The name of a file's directory has the tensor-parallel rank, and the pipeline and expert-parallel rank if
-    their degree is above 1.
+    ``files`` has the files by the numbers in the names of their directories. The first number is the
+    tensor-parallel rank. The pipeline rank follows if the pipeline-parallel degree is above 1, and then the
+    expert-parallel rank if the expert-parallel degree is above 1.
     """
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
@@ -275,7 +276,8 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of a fused q, k, v parameter by key/value head, as in Megatron's version 2."""
+    """Reorder the rows of a fused q, k, v parameter by key/value head, as they are since Megatron's
+    checkpoint version 2. ``version`` is the checkpoint version of ``array``."""
     if version >= 2.0:
         return array
     heads = prod(array.shape[:1]) // (3 * head_dim)

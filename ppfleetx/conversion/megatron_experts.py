@@ -1,9 +1,10 @@
 """Mixture-of-experts weights in Megatron-LM's classic checkpoints.
 
 Each expert-parallel rank has a file with its experts, numbered from 0; all other parameters are the same in
-all files. Experts are stored in one of three ways: as layers (``local_experts.N.linear_fc1.weight``), as
-tensors of one layer, as Transformer Engine does (``linear_fc1.weightN``), or, in older versions, all in one
-tensor (``weight1`` and ``weight2``).
+all files. Experts are stored in one of three ways. Each expert N can be a layer of its own
+(``local_experts.N.linear_fc1.weight``). With Transformer Engine, all experts are one layer with a tensor for
+each expert (``linear_fc1.weightN``). In older versions, one tensor contains the matrices of all experts
+(``weight1`` for the first linear layer, ``weight2`` for the second).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
 
 
 def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield a file's tensors, with those of several experts split. ``ep`` is the expert-parallel degree."""
+    """Yield a file's tensors. A tensor that contains several experts is split into one tensor per expert.
+    ``ep`` is the expert-parallel degree."""
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:

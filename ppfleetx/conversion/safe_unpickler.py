@@ -52,7 +52,8 @@ class Record:
 
 
 class Kind:
-    """Base class of the stand-ins for classes that a pickle names, whose attributes a pickle cannot set."""
+    """Base class of the stand-ins for the classes that a pickle names. A pickle cannot set attributes of
+    these stand-ins."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
@@ -181,8 +182,8 @@ def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> Pickled
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Return the array of a Paddle DenseTensor, which is pickled as ``eval('data', {'data': array})``. This
-    stands in for ``eval``, and refuses any other call."""
+    """Stands in for ``eval`` in a pickle. Paddle pickles a DenseTensor as ``eval('data', {'data': array})``;
+    the result is the array. Raises RefusedPickleError for any other call."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):

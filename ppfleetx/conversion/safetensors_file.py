@@ -1,4 +1,5 @@
-"""Read safetensors files lazily, and write them, with Hugging Face's index if there are several."""
+"""Read safetensors files lazily, and write tensors into one such file, or into several with an
+index in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into ``directory``, one at a time: one safetensors file, or if they are larger than
-    ``max_bytes``, several with an index."""
+    """Write tensors into ``directory``, one at a time. They are written into one safetensors file if they
+    have at most ``max_bytes``, otherwise into several files with an index."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

@@ -80,9 +80,10 @@ class TorchTensor(LazyTensor):
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
     """Read the object in a PyTorch file. Its tensors are read lazily.
 
-    Objects of classes whose full names start with one of ``record_prefixes`` become a ``Record``. Raises
-    RefusedPickleError, before any code runs, if the file contains anything else but tensors and containers;
-    CheckpointError if the file is damaged or not a PyTorch file.
+    The object may contain tensors, containers, and objects of classes whose full names start with one of
+    ``record_prefixes``; each such object becomes a ``Record``. If the file contains anything else,
+    RefusedPickleError is raised before any code runs. CheckpointError is raised if the file is damaged or not
+    a PyTorch file.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -116,7 +117,8 @@ def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Read bytes [start, end) of an uncompressed zip member. A whole member's checksum is verified."""
+    """Read bytes [start, end) of an uncompressed zip member. If this is the whole member, its checksum is
+    verified."""
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
     if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
@@ -204,8 +206,9 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Make a record of an enum member, which some Python versions pickle as ``getattr(class, name)``. This
-    stands in for ``getattr``, and refuses any other call."""
+    """Stands in for ``getattr`` in a pickle. Some Python versions pickle an enum member as
+    ``getattr(class, name)``; the result is a record of the member. Raises RefusedPickleError for any other
+    call."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

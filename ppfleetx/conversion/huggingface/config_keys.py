@@ -1,8 +1,8 @@
 """Convert a Hugging Face ``config.json`` to our ``Model`` section.
 
-Keys without effect on the network's output are ignored, also unknown ones, which :func:`unknown_keys` lists
-for a warning. A key of a feature that we do not support is accepted only if its value turns the feature off.
-A null value means that the key is not given.
+Keys without effect on the network's output are ignored. Unknown keys are ignored, too; :func:`unknown_keys`
+lists them for a warning. A key of a feature that we do not support is accepted only if its value turns the
+feature off. A null value means that the key is not given.
 """
 
 from __future__ import annotations
@@ -200,8 +200,12 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove from a ``config.json`` the keys that only Paddle's libraries have, and add
-    ``tie_word_embeddings``, which they may omit, from ``keys``, the result of :func:`model_keys`."""
+    """Remove the keys of Paddle's libraries from a ``config.json``. Keys that only turn off a feature are
+    removed, too. ``tie_word_embeddings``, which these libraries may omit, is set to its value in ``keys``,
+    the result of :func:`model_keys`.
+
+    A ``config.json`` without a key of Paddle's libraries is returned unchanged.
+    """
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}

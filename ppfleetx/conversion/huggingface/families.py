@@ -317,5 +317,6 @@ FAMILIES = _DENSE | MIXTURES
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """Return the model types to try, in order, to express ``model``."""
+    """Return the Hugging Face model types that may be able to express the network ``model``, with their
+    families, in the order in which to try them."""
     return _DENSE if model.moe is None else MIXTURES

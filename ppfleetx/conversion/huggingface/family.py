@@ -25,7 +25,7 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class Feature:
-    """Converts a group of ``config.json`` keys for which a table is not enough.
+    """Converts some ``config.json`` keys that the table `Family.keys` cannot convert.
 
     Attributes:
         reads: the keys that ``read`` uses.
@@ -147,8 +147,9 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Add the prefix of a block to parameter names, given as ours -> Hugging Face's: ``decoder.layers.{}`` to
-    ours, and ``row``, such as ``model.layers.{}``, to Hugging Face's."""
+    """Return the parameter names of a block, ours -> Hugging Face's, with the block's prefixes. ``layers``
+    has the names without prefixes. Our prefix is ``decoder.layers.{}``. Hugging Face's is ``row``, such as
+    ``model.layers.{}``."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -323,8 +324,9 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """Convert a sliding window of some layers to ``attention_window`` and ``attention_window_layers``.
-    Without ``layer_types``, every ``every``-th layer has no window."""
+    """Convert a sliding window of some layers to ``attention_window`` and ``attention_window_layers``. If
+    there are no ``layer_types``, the layers are divided into runs of ``every`` consecutive layers, and the
+    last layer of each run has no window."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -350,12 +352,13 @@ def pattern(
     period: Collection[str] = (),
     also: Callable[[Config, Mapping[str, Any]], dict[str, Any]] = lambda *_: {},
 ) -> Feature:
-    """Make a feature that converts a sliding window that only some layers use.
+    """Make a :class:`Feature` for a sliding window that only some layers use.
 
     Args:
-        every: by default, every ``every``-th layer has no window.
-        period: names of ``config.json`` keys; the first one that is present replaces ``every``.
-        also: returns further keys, given the ``config.json`` and the result of :func:`pattern_keys`.
+        every: as in :func:`pattern_keys`.
+        period: ``config.json`` keys; the value of the first one that is present is used instead of ``every``.
+        also: a function of the ``config.json`` and the result of :func:`pattern_keys`. It returns further
+            keys of our ``Model`` section.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -379,7 +382,8 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
         local: the default base of layers with a window, to which rope scaling never applies.
 
     Returns:
-        the result of :func:`rotary_keys`, with ``local_rotary_base`` if the base is different.
+        the result of :func:`rotary_keys`. ``local_rotary_base`` is added if layers with a window have
+        another rotary base than the other layers, or if the other layers have rope scaling.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}

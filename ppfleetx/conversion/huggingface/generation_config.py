@@ -96,10 +96,12 @@ def generation_defaults(
 
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
-    """Convert transformers' generation defaults to our keys. Also returns a text for each key that is lost.
+    """Convert transformers' generation defaults to our keys. Also returns a text for each default that cannot
+    be converted.
 
-    ``said`` is a ``generation_config.json``, or, if ``is_own_file`` is false, a ``config.json``, whose
-    unknown keys are not reported because most have nothing to do with generation.
+    ``said`` is the content of a ``generation_config.json`` if ``is_own_file``, otherwise of a
+    ``config.json``. Unknown keys of a ``config.json`` are not reported, because most have nothing to do with
+    generation.
     """
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")

@@ -141,7 +141,8 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _norms_of_heads(key: str) -> Feature:
-    """Make a feature that converts ``key`` to ``qk_layernorm: each_head``: each head has its own norm."""
+    """Make a :class:`Feature` for the bool ``key`` of ``config.json``. True is converted to
+    ``qk_layernorm: each_head``, with which every head has its own norm weights."""
 
     def read(config: Config) -> dict[str, Any]:
         theirs = config.get(key, False)
@@ -167,7 +168,8 @@ _COHERE = LLAMA.but(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Set ``rotary_layers`` for Cohere 2: only layers with a sliding window have positions."""
+    """Set ``rotary_layers`` for Cohere 2, in which layers with a sliding window have rotary positions, and
+    all other layers have no positions."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 

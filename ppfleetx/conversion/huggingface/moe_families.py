@@ -32,8 +32,9 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Return the ``Model`` key for experts in all layers except ``dense``: ``moe.first_dense_layers`` if
-    these are the first ones, otherwise ``moe.layers``."""
+    """Return the setting of our ``Model`` section for experts in all layers except ``dense``. This is
+    ``moe.first_dense_layers`` if the layers in ``dense`` are the first ones of the model, otherwise
+    ``moe.layers``."""
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -60,8 +61,8 @@ _QWEN_LAYERS = Feature(
 
 
 def _pooled_loss(weight: float) -> Feature:
-    """Make a feature that converts transformers' load-balancing loss, whose weight is ``weight`` by default.
-    ``output_router_logits`` turns it on."""
+    """Make a :class:`Feature` for transformers' load-balancing loss, which ``output_router_logits`` turns on.
+    ``weight`` is the default weight of this loss."""
     switch, key = "output_router_logits", "router_aux_loss_coef"
 
     def read(config: Config) -> dict[str, Any]:
@@ -212,10 +213,10 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
 def _experts_of_deepseek(
     first_dense: int, read: Callable[[Config], Config] = lambda config: config
 ) -> Feature:
-    """Make a feature that converts the keys that DeepSeek's model types have for experts.
+    """Make a :class:`Feature` for the keys that describe experts in DeepSeek's model types.
 
-    ``first_dense`` is the default number of first layers without experts. ``read`` adapts the
-    ``config.json``.
+    ``first_dense`` is the default number of layers without experts at the beginning of the model. ``read`` is
+    applied to a ``config.json`` before these keys are converted.
     """
     return Feature(
         {

@@ -30,10 +30,13 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Convert the tensors of a directory to Hugging Face's layout if Paddle's libraries wrote them.
+    """Return the tensors of a model directory in Hugging Face's layout. The tensors of a Llama that
+    Paddle's libraries wrote are converted. The tensors of a GPT-2, and of a model that Paddle's libraries did
+    not write, are returned unchanged.
 
     ``keys`` is ``config`` converted to keys of our `Model` section. Raises CheckpointError if Paddle's
-    libraries wrote another model than a Llama, its projections are fused, or a layout is ambiguous.
+    libraries wrote a model that is neither a Llama nor a GPT-2, if the projections of the Llama are fused, or
+    if a layout is ambiguous.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]

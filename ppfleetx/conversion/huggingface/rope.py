@@ -1,8 +1,9 @@
 """Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
 
 transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
-includes ``rope_theta``. If a file has both, a non-empty ``rope_scaling`` wins over ``rope_parameters``, and a
-``rope_theta`` inside of it over the outer one, as in transformers 5.
+includes ``rope_theta``. If a file has both ``rope_scaling`` and ``rope_parameters``, ``rope_scaling`` is used
+unless it is empty. If there is a ``rope_theta`` in the one that is used, the ``rope_theta`` outside of it is
+ignored. transformers 5 follows the same rules.
 """
 
 from __future__ import annotations
