@@ -31,22 +31,17 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, and blocks that are c
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute which corpus each sample of a blend comes from. ``weights`` are the shares of the corpora and
-    sum to 1. Returns, for each of ``size`` samples, the corpus (int16 [size]) and the sample's number within
-    that corpus (int64 [size]).
-
-    Sample k comes from the corpus with the largest ``weight * max(k, 1) - taken``, the first on ties;
-    ``taken`` counts the corpus's earlier samples. Megatron-LM's ``helpers.cpp`` produces the same order.
-    """
+    """Choose the corpus of each sample of a blend, in the same order as Megatron-LM's ``helpers.cpp``.
+    ``weights`` are the shares of the corpora and sum to 1. Returns, for each of ``size`` samples, the corpus
+    (int16 [size]) and the sample's number within that corpus (int64 [size])."""
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the order of a blend that takes every sample of every corpus exactly once. ``sizes`` are the
-    corpora's numbers of samples. Returns the two arrays of `blending_indices`, or their first ``size``
-    entries. Weights are proportional to ``sizes``, and exhausted corpora are skipped, as in Megatron-LM's
-    ``build_exhaustive_blending_indices``."""
+    """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
+    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
+    two arrays of `blending_indices`, or their first ``size`` entries."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -70,13 +65,9 @@ def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
     """Choose the corpus of each sample for ``num_blocks`` blocks of samples. The first block begins with
-    sample ``first``, and ``taken`` is the number of earlier samples from each corpus.
-
-    Each choice depends on the numbers of samples taken before it. A small error in these numbers affects only
-    a few choices. So all blocks are first computed in parallel from estimated numbers. Then each block whose
-    estimate differs from the result of the previous block is computed again from that result, until none
-    differs. The result is exact, usually after two or three rounds.
-    """
+    sample ``first``, and ``taken`` is the number of earlier samples from each corpus."""
+    # Each choice depends on the counts before it, but a small error in them affects only a few choices. So
+    # all blocks start from estimated counts, and are computed again until each starts from the exact ones.
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_guess_counts(weights, step) for step in steps.tolist()])
     starts[0] = taken
@@ -103,19 +94,16 @@ def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
 def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the corpora of several blocks of `_BLOCK_STEPS` samples in parallel, by the rule of
-    `blending_indices`. The first sample of block i is sample ``steps[i]`` of the blend, and ``taken[i, c]``
-    is the number of earlier samples from corpus c. A corpus that has given ``limits[c]`` samples is not
-    chosen.
-
-    Returns the chosen corpora [_BLOCK_STEPS, blocks], and the counts ``taken`` after each block. Choices
-    after the last sample of the blend are arbitrary.
-    """
+    """Choose the corpora of several blocks of `_BLOCK_STEPS` samples in parallel. Block i begins with sample
+    ``steps[i]`` of the blend, ``taken[i, c]`` is the number of earlier samples from corpus c, and
+    ``limits[c]`` the size of corpus c. Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``,
+    updated in place."""
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)
     is_limited = bool(np.isfinite(limits).any())
     for j in range(_BLOCK_STEPS):
+        # Sample k is from the corpus with the largest weight * max(k, 1) - taken, the first on ties.
         np.multiply(np.maximum(steps + j, 1)[:, None], weights, out=behind)
         behind -= taken
         if is_limited:
@@ -131,9 +119,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend, and the number to prepare from each corpus. The first
-    is the sum of the corpora's shares of ``num_samples``, each rounded up; the others slightly exceed these
-    shares."""
+    """Return the number of samples in a weighted blend of about ``num_samples`` samples, and the number to
+    prepare from each corpus."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
@@ -143,7 +130,7 @@ class BlendOrder:
     """The order in which a blend takes samples from its corpora.
 
     Attributes:
-        decisive: everything that determines the order; goes into fingerprints.
+        decisive: all values that determine the order, for fingerprints.
         shares: the weight of each corpus, for messages.
         dataset_index: the corpus of each sample, int16 [samples].
         dataset_sample_index: the number of each sample within its corpus, int64 [samples].

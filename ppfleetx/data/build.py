@@ -53,12 +53,12 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run reads: for Train those of all training steps, for Eval global
-    batch x eval_iters, and for Test global batch x test_iters (default: 10 x eval_iters). Unlike in
-    Megatron-LM, the evaluations of a run all read the same batches."""
+    """Return the number of samples that a run reads: for Train those of all training steps, for Eval or Test
+    those of one evaluation."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
+    # Unlike in Megatron-LM, all evaluations of a run read the same batches.
     num_batches = engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
     return cfg.batch.global_batch_size * num_batches
 
@@ -70,14 +70,8 @@ def build_dataloader(
     data_size: int = 1,
     consumed_samples: int = 0,
 ) -> DataLoader:
-    """Build the data loader of ``Data.<mode>`` for one data rank. Raises the errors of `build_dataset`.
-
-    Train starts after ``consumed_samples`` and never ends: the first sample follows the last. Eval and Test
-    read the same first ``eval_iters`` (``test_iters``) global batches each time. With
-    ``sampler.drop_last: False``, they read no sample twice, and fill the last batch with padding samples,
-    whose loss mask is 0. Datasets for finetuning are always evaluated completely, with the last batch filled
-    in the same way.
-    """
+    """Build the data loader of ``Data.<mode>`` for one data rank. Training starts after ``consumed_samples``
+    and never ends. Every evaluation reads the same batches. Raises the errors of `build_dataset`."""
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
     tail: Tail = "wrap"
@@ -86,6 +80,7 @@ def build_dataloader(
     if mode != "Train":
         if is_corpus:
             total = min(total, requested_samples(cfg, mode))
+        # With drop_last: False, no sample is read twice, and padding samples fill the last batch.
         tail = "drop" if is_corpus and section.sampler.drop_last else "pad"
         shuffles = is_corpus and section.sampler.shuffle
     sampler = GlobalBatchSampler(
@@ -113,8 +108,7 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
     """Build a dataset for pretraining from the tokenized corpora in ``Data.<mode>.dataset``, blended if there
-    are several. Raises DataError. With ``sampler.drop_last: False``, Eval and Test use at most one epoch. If
-    ``Engine.run_mode`` is ``epoch``, Train uses at most ``num_train_epochs`` epochs."""
+    are several. Raises DataError if a corpus is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
     options = SampleOptions(
@@ -254,8 +248,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
-    weights are configured, corpora shorter than one sample are left out, too."""
+    """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

@@ -29,9 +29,9 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of the sections ``modes`` (Train, Eval, Test) with their checksums, as far as
-    ``Data.<mode>.dataset.verify`` asks for, and log what was compared. Raises DataError if a corpus does not
-    match its checksums, or if ``verify`` is ``full`` and there are none."""
+    """Compare the corpora of the sections ``modes`` with their checksums, at the level
+    ``Data.<mode>.dataset.verify``, and log the result. Raises DataError if a corpus does not match, or if the
+    level is ``full`` and there are no checksums."""
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
@@ -58,9 +58,8 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has no checksums. Raises the errors of
-    `verify_corpora`. Level ``index`` compares the lengths of both files and the content of ``.idx``; level
-    ``full`` also compares the content of ``.bin``."""
+    """Compare a corpus with its checksums. Returns False if it has none. Level ``index`` compares ``.idx``
+    and the lengths of both files, and ``full`` also ``.bin``. Raises the errors of `verify_corpora`."""
     checksums = read_checksums(prefix)
     if checksums is None:
         if level == "full":
@@ -77,8 +76,8 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
-    """Describe a damaged block in a sentence. If the block is in the ``.bin`` file of ``corpus``, the
-    sentence also names the damaged documents. ``corpus`` is None if its index cannot be read."""
+    """Describe a damaged block in a sentence, with the documents that it damages. ``corpus`` is None if its
+    index cannot be read; the documents are then not named."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
@@ -128,9 +127,8 @@ _FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Check that the token ids of the tokenizer and the corpora are below ``Model.vocab_size``. Returns a
-    report as lines of text. Missing files are skipped. Raises DataError for damage or an id outside the
-    vocabulary."""
+    """Check that the token ids of the tokenizer and the corpora are below ``Model.vocab_size``, and return a
+    report as lines of text. Missing files are skipped. Raises DataError for damage or a larger id."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -195,9 +193,9 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
 
 
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
-    """Raise DataError if a corpus contains an id outside a vocabulary of ``vocab_size`` tokens. Returns the
-    highest id found (-1 if there are no tokens), and the number of tokens read. With more than
-    ``most_tokens`` tokens, only an evenly spaced sample is read; training checks the others."""
+    """Check that the token ids of a corpus are below ``vocab_size``. Returns the highest id (-1 if there are
+    no tokens), and the number of tokens read. If there are more than ``most_tokens`` tokens, only an evenly
+    spaced sample is read. Raises DataError for any other id."""
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):
         tokens = corpus.flat(first, last)

@@ -1,9 +1,9 @@
 """Open token corpora of both supported formats: ``.bin``/``.idx`` pairs as in Megatron-LM, and FleetX's NumPy
 files.
 
-FleetX wrote ``_ids.npy`` with ``_idx.npz``, or a single legacy file ``_ids.npz``. Their arrays are: ``ids``,
-the tokens of all documents, concatenated; ``lens`` (int32), the length of each sequence; ``docs`` (int64, not
-in the legacy file), the document boundaries, counted in sequences from 0.
+FleetX's files are ``_ids.npy`` with ``_idx.npz``, or a single legacy file ``_ids.npz``. Their arrays are
+``ids``, the tokens of all documents; ``lens`` (int32), the length of each sequence; and ``docs`` (int64, not
+in the legacy file), the document boundaries, counted in sequences.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _LONGEST = np.iinfo(np.int32).max  # most tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
-    """Reads a token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix.
-    ``_ids.npy`` is memory-mapped; the legacy ``_ids.npz`` is read into memory. Raises DataError if a file is
-    missing or damaged."""
+    """A token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix. Raises
+    DataError if a file is missing or damaged."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -110,8 +109,8 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
 
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Convert a FleetX corpus to a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
-    Raises DataError if the corpus is missing or damaged, or if the pair exists and ``overwrite`` is False."""
+    """Convert a FleetX corpus to a ``.bin`` / ``.idx`` pair. Raises DataError if the corpus is missing or
+    damaged, or if the pair exists and ``overwrite`` is False."""
     source = FleetXDataset(prefix)
     refuse_to_replace(out, overwrite)
     boundaries = source.document_indices
@@ -142,9 +141,8 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """Return the corpora that one entry of ``input_dir`` names, as paths without suffix: the entry itself, or
-    for a directory all corpora in it, sorted by name. Raises MissingDataError if a directory has no
-    corpus."""
+    """Return the corpora that one entry of ``input_dir`` names, as paths without suffix. A directory stands
+    for all corpora in it, sorted by name. Raises MissingDataError if it has none."""
     text = os.fspath(entry)
     if not Path(text).is_dir():
         return [_without_suffix(text)]

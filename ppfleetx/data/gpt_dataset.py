@@ -25,14 +25,14 @@ from ppfleetx.data.indexed_dataset import TokenStore
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
-    """Divide a corpus among Train, Eval and Test. Returns the range ``[first, last)`` of sequences of each,
-    which may be empty. The boundaries are the cumulative weights of ``split`` times ``num_sequences``,
-    rounded half to even as in Megatron-LM."""
+    """Divide a corpus among Train, Eval and Test in proportion to ``split``, as Megatron-LM does. Returns the
+    range ``[first, last)`` of sequences of each, which may be empty."""
     shares = split_shares(split)
     weights = np.array(shares) / np.sum(shares)
     borders = [0.0]
     for weight in [*weights.tolist(), *[0.0] * (len(MODES) - len(shares))]:
         borders.append(borders[-1] + weight)
+    # round() rounds half to even, as in Megatron-LM.
     rounded = [round(border * float(num_sequences)) for border in borders]
     return list(pairwise(rounded))
 
@@ -51,12 +51,12 @@ class SampleOptions:
     """Options for cutting and masking samples.
 
     Attributes:
-        sequence_length: number of tokens of a sample, as the model sees it.
+        sequence_length: number of input tokens of a sample.
         reset_position_ids: whether positions restart at 0 after each end-of-document token.
         reset_attention_mask: whether a token attends only to its own document.
         eod_mask_loss: whether the loss leaves out positions whose input is the end-of-document token.
         eod_id: id of the end-of-document token, which the three options above require.
-        vocab_size: vocabulary size without padding; a larger id is an error. None: ids are not checked.
+        vocab_size: vocabulary size without padding. None: token ids are not checked.
     """
 
     sequence_length: int
@@ -82,14 +82,12 @@ def index_directory(corpus: TokenStore, cache_dir: str | Path | None) -> Path:
 
 
 class GPTDataset:
-    """Samples of ``options.sequence_length`` tokens for language modeling, cut from the sequences
-    ``[first, last)`` of a corpus, in shuffled order. Raises DataError if they have too few tokens for one
-    sample.
+    """Samples of ``options.sequence_length`` tokens, cut from the sequences ``[first, last)`` of a corpus, in
+    shuffled order. Raises DataError if they have too few tokens for one sample.
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: number of samples that a blend takes from this corpus. It is used instead of
-            ``num_samples`` if the epochs for ``num_samples`` have fewer samples; see `plan_epochs`.
+        at_least: the minimum number of samples to provide.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """
@@ -157,10 +155,11 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Return sample ``index`` of the shuffled order. `PADDING` gives a sample whose loss mask is 0.
+        Raises DataError for an id outside the vocabulary.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
-        ``sample_ids`` int64 []. With ``reset_attention_mask`` there is also ``document_start`` int32 [s], the
-        first position that each position may attend to. Raises DataError for an id outside the vocabulary.
+        ``sample_ids`` int64 [], and with ``reset_attention_mask`` ``document_start`` int32 [s], the first
+        position that each position may attend to.
         """
         window = self._window(max(index, 0))
         sample = make_sample(window, self.options)
@@ -216,8 +215,8 @@ class GPTDataset:
 
 
 def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
-    """Make the model's inputs, labels and masks from a window of L + 1 tokens: the first L are the inputs,
-    the last L the labels. An end-of-document token belongs to the document that it ends."""
+    """Make the model's inputs, labels and masks from a window of L + 1 tokens. The first L are the inputs,
+    and the last L the labels."""
     tokens, labels = window[:-1], window[1:]
     positions = np.arange(tokens.shape[0], dtype=np.int64)
     sample = {
@@ -230,6 +229,7 @@ def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
         sample["loss_mask"][tokens == options.eod_id] = 0.0
     if options.reset_position_ids or options.reset_attention_mask:
         start = np.zeros_like(positions)
+        # An end-of-document token belongs to the document that it ends.
         start[1:] = np.where(tokens[:-1] == options.eod_id, positions[1:], 0)
         np.maximum.accumulate(start, out=start)
         if options.reset_position_ids:

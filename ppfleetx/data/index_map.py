@@ -1,13 +1,11 @@
-"""The order of training samples, stored in three arrays that are bitwise equal to Megatron-LM's: document,
-sample and shuffle index.
+"""The order of training samples, stored in three arrays that are equal to those of Megatron-LM's
+``core/datasets/gpt_dataset.py``.
 
-The sequences of a split, repeated for E epochs and shuffled (`document_index`), form one stream of tokens.
-Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so consecutive samples share one
-token. `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
-The rules are those of Megatron-LM's ``core/datasets/gpt_dataset.py``.
+The sequences of a split, repeated for each epoch and shuffled (`document_index`), form one stream of tokens.
+Sample k has the tokens ``[k L, k L + L]`` of the stream, where L is the sequence length. `sample_index` holds
+the start of each sample, and `shuffle_index` the order in which samples are read.
 
-The arrays are cached on disk under a hash of everything that determines them. Several processes may build
-them at the same time.
+The arrays are cached on disk. Several processes may build them at the same time.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this sh
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many epochs a run needs for the samples it asks for, and how the last epoch is shuffled.
+    """The number of epochs of a corpus that a run needs, and how the last one is shuffled.
 
     Attributes:
         sequence_length: number of tokens of a sample.
         num_epochs: the smallest number of epochs with enough tokens.
-        separate_final_epoch: whether the last epoch is shuffled by itself and read last, as in Megatron-LM.
+        separate_final_epoch: whether the last epoch is shuffled by itself and read last.
     """
 
     tokens_per_epoch: int
@@ -61,14 +59,13 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three arrays that store the order of samples, with the dtypes of Megatron-LM.
+    """The three arrays that store the order of samples.
 
     Attributes:
-        document_index: the sequences in the order in which they form the token stream, int32 [epochs *
-            sequences].
+        document_index: the sequences in the order of the token stream, int32 [epochs * sequences].
         sample_index: where each sample starts, as (position in ``document_index``, token within that
             sequence), int32 or int64 [samples + 1, 2].
-        shuffle_index: the sample to read at each position of the order, uint32 or int64 [samples].
+        shuffle_index: the samples in the order in which they are read, uint32 or int64 [samples].
     """
 
     document_index: np.ndarray
@@ -80,8 +77,7 @@ def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
     """Compute how many epochs are needed for ``num_samples`` samples (None: one epoch), and whether the last
-    epoch is shuffled separately. If these epochs have fewer samples than ``at_least``, the number that a
-    blend takes, the plan is made for ``at_least`` samples instead."""
+    epoch is shuffled separately. ``at_least`` is the minimum number of samples to provide."""
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -132,14 +128,9 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Return where each sample starts in the token stream. Row k is for sample k, which starts with token
-    k * L of the stream, where L is the length of a sample. The row has two numbers: the position in
-    ``document_index`` of the sequence that contains this token, and the token's offset in that sequence. One
-    more row is for the last token of the last sample.
-
-    A token lies in the first sequence that ends after it, so empty sequences are skipped. Row 0 is always (0,
-    0), even if the first sequence is empty.
-    """
+    """Return where each sample starts in the token stream, as :class:`IndexMaps` describes it. ``sizes`` are
+    the numbers of tokens of the sequences."""
+    # Row k is for token k * L of the stream; the last row is for the last token of the last sample.
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64
     rows = np.empty((num_rows, 2), dtype)
@@ -149,13 +140,14 @@ def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan
         ends += stream_position
         next_row = min(num_rows, -(-int(ends[-1]) // length))
         positions = np.arange(row, next_row, dtype=np.int64) * length
+        # A token lies in the first sequence that ends after it, so empty sequences are skipped.
         index = np.searchsorted(ends, positions, side="right")
         starts = np.concatenate(([stream_position], ends[:-1]))
         rows[row:next_row, 0] = index + begin
         rows[row:next_row, 1] = positions - starts[index]
         stream_position, row = int(ends[-1]), next_row
     assert row == num_rows, (row, num_rows)
-    rows[0] = 0
+    rows[0] = 0  # even if the first sequence is empty
     return rows
 
 
@@ -171,9 +163,8 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
-    """Return a hash of exactly the inputs that determine the order of samples. The number of samples of the
-    run is not one of these inputs; it acts only through the number of epochs and ``separate_final_epoch``. So
-    a longer run has the same fingerprint if it begins with the same samples."""
+    """Return a hash of exactly the inputs that determine the order of samples."""
+    # Not the number of samples: a longer run that begins with the same samples has the same fingerprint.
     decisive = {
         "version": ORDER_VERSION,
         "corpus": corpus,
@@ -200,13 +191,9 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Memory-map the arrays that are cached in ``directory`` under ``key``. If they are missing or damaged,
-    call ``build`` and store its result first.
-
-    Each array is stored in ``{key}-{name}.npy``. ``{key}.json`` is written last, with the length and checksum
-    of each file, and ``about`` for human readers. If the directory is not writable, the built arrays are
-    returned, with a warning. Raises DataError if less than ``num_bytes`` of memory is free for building.
-    """
+    """Memory-map the arrays ``names`` that are cached in ``directory`` under ``key``. If they are missing or
+    damaged, call ``build`` and store its result first, with ``about`` for human readers. Raises DataError if
+    less than ``num_bytes`` of memory is free for building."""
     stored = _load(directory, key, names)
     if stored is not None:
         return stored

@@ -1,5 +1,4 @@
-"""Tokenized corpora on disk: Megatron-LM's ``.bin`` / ``.idx`` pair, memory-mapped for reading and streamed
-for writing.
+"""Tokenized corpora on disk, in Megatron-LM's format, a ``.bin`` / ``.idx`` pair.
 
 ``PREFIX.bin`` holds the token ids of all sequences, concatenated. ``PREFIX.idx`` is little-endian, with N
 sequences and D = documents + 1::
@@ -14,8 +13,7 @@ sequences and D = documents + 1::
     34 + 4N    8N     byte offset of each sequence in .bin (int64)
     34 + 12N   8D     document boundaries counted in sequences, first 0, last N (int64)
 
-A *sequence* is the unit that the index maps shuffle and split. A document may have several sequences
-(sentences) or none.
+A document may have any number of sequences (sentences). Shuffling and splitting keep a sequence together.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class TokenStore:
     """Base class of the corpus formats: sequences of token ids, concatenated in one flat array.
 
     Attributes:
-        prefix: the corpus's path without suffix, as the user gave it; used in messages.
+        prefix: the corpus's path without suffix, for messages.
         sizes: number of tokens of each sequence, int32 [sequences].
         byte_offsets: start of each sequence in the flat array, in bytes, int64 [sequences].
         document_indices: document boundaries counted in sequences, int64 [documents + 1].
@@ -103,9 +101,8 @@ class TokenStore:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that identifies the corpus, wherever it is stored, computed without reading all of it. It
-        covers sequence lengths, document boundaries, total size and a few blocks of tokens; a changed token
-        elsewhere is not noticed."""
+        """A hash that identifies the corpus, computed without reading all of it. It covers sequence lengths,
+        document boundaries, total size and a few blocks of tokens."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
         for values in (self.sizes, self.document_indices):
@@ -157,9 +154,9 @@ def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
 
 
 class IndexedDataset(TokenStore):
-    """Reads a corpus in Megatron-LM's format, a memory-mapped ``.bin`` / ``.idx`` pair. ``prefix`` is the
-    common path of both files, with or without suffix. Raises DataError if a file is missing, truncated,
-    damaged or of an unsupported kind."""
+    """A corpus in Megatron-LM's format, a memory-mapped ``.bin`` / ``.idx`` pair. ``prefix`` is the common
+    path of both files, with or without suffix. Raises DataError if a file is missing, damaged or not
+    supported."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -249,13 +246,9 @@ def _check_index(
 
 
 class IndexedDatasetWriter:
-    """Writes a ``.bin`` / ``.idx`` pair as a stream, and the checksums of both files. The files get their
-    final names only in `finalize`. As a context manager, calls `finalize` on success and `abort` after an
-    exception.
-
-    Keeps the index in memory: 4 bytes per sequence and 8 bytes per document. Raises DataError if the dtype is
-    not supported or a file cannot be written.
-    """
+    """Writes a ``.bin`` / ``.idx`` pair as a stream, and the checksums of both files. As a context manager,
+    calls `finalize` on success and `abort` after an exception. Raises DataError if the dtype is not supported
+    or a file cannot be written."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
         self.prefix = os.fspath(prefix)
@@ -281,17 +274,17 @@ class IndexedDatasetWriter:
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents of one sequence each. ``flat_tokens`` are all their tokens, and ``lengths`` the
-        number of tokens of each document. A length of 0 adds a document without a sequence, as
-        ``add_document([], [])`` does."""
+        number of tokens of each document."""
+        # A document of length 0 has no sequence, as with add_document([], []).
         lengths = np.asarray(lengths)
         filled = lengths != 0
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents, each of any number of sequences. ``flat_tokens`` are the tokens of all
-        sequences, concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number
-        of sequences in documents 0 to i of this call. Raises ValueError if the arguments contradict each
-        other."""
+        """Append documents of any number of sequences. ``flat_tokens`` are the tokens of all sequences,
+        concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number of
+        sequences in the first i + 1 documents of this call. Raises ValueError if the arguments contradict
+        each other."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)

@@ -21,18 +21,15 @@ Tail = Literal["wrap", "drop", "pad"]
 
 
 class GlobalBatchSampler:
-    """Divides the samples of each step among the data ranks.
-
-    With B samples per step, the global batch of step k has positions ``consumed_samples + [k B, (k + 1) B)``
-    of the dataset's order. Micro batch m of data rank r has positions ``(m D + r) b + [0, b)`` of the global
-    batch, where b is the micro batch size and D the number of data ranks.
+    """Divides the samples of each step among the data ranks. With D data ranks and micro batches of b
+    samples, micro batch m of rank r has positions ``(m D + r) b + [0, b)`` of the global batch.
 
     Args:
         total: number of samples in the dataset.
         consumed_samples: number of samples already used. Every iteration starts after them.
         size_at: for a batch size that changes, a function from consumed samples to the size of the next step.
-        tail: the end of the dataset. ``"wrap"``: the first sample follows the last, without end. ``"drop"``:
-            leave out the last incomplete batch. ``"pad"``: fill it with the index `PADDING`.
+        tail: the end of the dataset. ``"wrap"``: the first sample follows the last. ``"drop"``: leave out the
+            last incomplete batch. ``"pad"``: fill it with the index `PADDING`.
         shuffle_seed: seed of a new permutation for every pass over the dataset. None: the dataset's own
             order.
 
@@ -140,8 +137,8 @@ _PREFETCH_PER_WORKER = 2  # steps that each thread prepares in advance
 @runtime_checkable
 class Dataset(Protocol):
     """The interface of datasets. Samples are numbered from 0; the index `PADDING` (-1) gives a sample without
-    loss, which fills incomplete batches. ``fingerprint`` is a hash of everything that determines the samples
-    and their order. A resumed run refuses a dataset with another fingerprint."""
+    loss. ``fingerprint`` is a hash of everything that determines the samples and their order; a resumed run
+    requires the same fingerprint."""
 
     fingerprint: str
 
@@ -158,8 +155,8 @@ class Dataset(Protocol):
         ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Must be
         thread-safe.
 
-        To support `Engine.log_source_loss`, a dataset that mixes sources has an attribute ``sources`` with
-        their names, and its samples have ``source_ids`` int64 [], an index into ``sources``.
+        To support `Engine.log_source_loss`, a dataset has an attribute ``sources`` with the names of its
+        sources, and its samples have ``source_ids`` int64 [], an index into ``sources``.
         """
 
 
@@ -171,17 +168,17 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut the padding at the end of the micro batches of a step, and return them. All get the same length,
-    because a pipeline requires it: the length of the longest sample, rounded up to a multiple of
-    ``multiple``. The array ``lengths`` of a micro batch has the lengths of its samples."""
+    """Cut the padding at the end of the micro batches of a step, and return them. All get the length of the
+    longest sample, rounded up to a multiple of ``multiple``. The array ``lengths`` of a micro batch has the
+    lengths of its samples."""
+    # A pipeline requires the same length for all micro batches of a step.
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
 
 
 class DataLoader:
     """Reads the batches of one data rank. Iterating yields, for each step, a list of micro batches of NumPy
-    arrays. Every iteration starts again at the sampler's first step. ``num_workers`` threads read steps in
-    advance; with 0, steps are read in the caller's thread."""
+    arrays, and always starts at the sampler's first step. ``num_workers`` threads read steps in advance."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
         self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers

@@ -43,9 +43,8 @@ def refuse_unsupported_compression(path: Path) -> None:
 
 
 class TextFile:
-    """A context manager that opens a file and reads its bytes, decompressed if the name ends in ``.gz`` or
-    ``.zst`` (also with several gzip members or zstandard frames). Raises DataError if the file cannot be
-    read, is damaged or is truncated."""
+    """A context manager that reads the bytes of a file, decompressed if the name ends in ``.gz`` or ``.zst``.
+    Raises DataError if the file cannot be read, is damaged or is truncated."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -136,8 +135,8 @@ class _ZstdFile:
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
-    feed). ``see`` is called with each block of bytes, in order, for example to hash the file. Raises the
-    errors of `TextFile`, and DataError if a line is longer than `MAX_LINE_BYTES`."""
+    feed). ``see`` is called with each block of bytes, in order. Raises the errors of `TextFile`, and
+    DataError if a line is longer than `MAX_LINE_BYTES`."""
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -161,9 +160,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the JSON records of a file, unparsed, as pairs (number of the record's first line, bytes of the
-    record). Records are the nonempty lines or, if a ``.json`` file begins with ``[``, the items of this
-    array. ``see`` is called with each block of bytes, in order, for example to hash the file."""
+    """Yield the JSON records of a file, unparsed, as pairs (number of the first line, bytes). Records are the
+    nonempty lines or, if a ``.json`` file begins with ``[``, the items of this array. ``see`` is called with
+    each block of bytes, in order."""
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:

@@ -1,14 +1,5 @@
-"""Beam search, plain and diverse, with the rules of Hugging Face transformers 5.
-
-With N beams and E end tokens, each step considers the max(2, 1 + E) N likeliest continuations of a prompt.
-Among the first N of these, those that end become results. The first N that do not end are the next beams.
+"""Beam search, plain and diverse (Vijayakumar et al., 2018), with the rules of Hugging Face transformers 5.
 Results are ranked by log-probability / length ** length_penalty.
-
-Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N, which advance
-one after the other in each step. A token's score drops by ``diversity_rate`` for each beam of an earlier
-group that took the token in this step, and the reduced score accumulates. Unlike in transformers 4, a group
-that has finished no longer lowers the scores of other groups. The results of all groups are ranked in one
-list.
 
 Shape letters: b prompts, N beams per group, V vocabulary size.
 """
@@ -39,9 +30,9 @@ class BeamOptions:
         num_beams: number of beams per prompt, over all groups; a multiple of ``num_groups``.
         length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
-        early_stopping: when to stop a group that has a result for each of its beams. True: at once. False: as
-            soon as its best beam, if it ended now, would not be among the results. "never": as soon as its
-            best beam could not be among the results at any length.
+        early_stopping: when to stop a group that has a result for each of its beams. True: at once. False:
+            when no beam, if it ended now, would be among the results. "never": when no beam could be among
+            them at any length.
         num_groups: number of beam groups per prompt (diverse beam search); 1 is plain beam search.
         diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
     """
@@ -64,9 +55,9 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Find the ``num_results`` best continuations of every prompt of ``session``. Returns those of the first
-    prompt, best first, then those of the second, and so on. ``rules`` are applied to log-probabilities.
-    ``max_new_tokens`` has one limit per prompt, at least 1."""
+    """Return the ``num_results`` best continuations of every prompt of ``session``: those of the first
+    prompt, best first, then those of the second, and so on. ``max_new_tokens`` has one limit per prompt, at
+    least 1."""
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
     logits = session.next_logits()
@@ -104,12 +95,13 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all unfinished groups of beams by one token: the first group of every prompt, then the second,
-    and so on. ``log_probs [groups * N, V]`` are those of the next token of each beam, with N beams per group.
-    ``step`` is the number of tokens generated so far."""
+    """Advance all unfinished groups of beams by one token. ``log_probs [groups * N, V]`` are those of the
+    next token of each beam, with N beams per group. ``step`` is the number of tokens generated so far."""
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
     taken: dict[int, list[int]] = {group.prompt: [] for group in active}
+    # A token scores less in a group if earlier groups took it. As in transformers 5 (unlike 4), finished
+    # groups do not count, and the reduced scores accumulate.
     for number in range(options.num_groups):
         places = [place for place, group in enumerate(active) if group.number == number]
         if not places:
@@ -185,6 +177,7 @@ class _Group:
         size, length = self.options.group_size, len(self.ids[0]) + 1
         is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
+        # Only the N likeliest candidates can become results. The first N that do not end are the next beams.
         for rank, (score, beam, token) in enumerate(zip(best.scores, best.beams, best.tokens, strict=True)):
             if (is_last or token in self.end_ids) and rank < size:
                 self._finish(score, [*self.ids[beam], token])

@@ -20,8 +20,7 @@ Layers = dict[int, Pair]
 
 class GrowingCache:
     """A key/value cache to which each forward pass appends the same number of columns for every row of the
-    batch. Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`. Spare columns are allocated
-    in advance, so most passes copy no old keys and values."""
+    batch. Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`."""
 
     def __init__(self) -> None:
         self._layers: Layers = {}  # [b, g, k, d], contiguous; unused columns hold finite numbers
@@ -37,8 +36,7 @@ class GrowingCache:
 
         Args:
             visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
-                The causal mask applies in addition. In the first pass, :meth:`update` does not use
-                ``visible``, because the attention layers hide the padding themselves.
+                The causal mask applies in addition.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
@@ -63,14 +61,11 @@ class GrowingCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append the keys and values of new positions to the cache of one layer. ``key`` and ``value`` are
-        [rows, key/value heads, new positions, head size].
-
-        Returns all keys and all values of the layer, old and new, and an additive attention mask for them. In
-        later passes, the keys and values also include allocated positions that are not in use, which the mask
-        hides. In the first pass, the mask is None, and the attention layers apply their own masks.
-        """
+        [rows, key/value heads, new positions, head size]. Returns all keys and values of the layer, old and
+        new, and an additive attention mask for them; None in the first pass."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
+            # In the first pass, the attention layers apply their own masks.
             return key, value, None
         keys, values = self._layers[layer_index]
         self._write_new_columns(keys, key)
@@ -84,9 +79,8 @@ class GrowingCache:
 
     def memory(self) -> list[paddle.Tensor]:
         """Return the tensors of the cache: the keys of layer 0, the values of layer 0, the keys of layer 1,
-        and so on. Each is [rows, key/value heads, allocated positions, head size]. The operator that computes
-        all layers at once writes the new positions into them. Before this method is called in the first pass,
-        :meth:`begin` must have allocated the tensors."""
+        and so on. Each is [rows, key/value heads, allocated positions, head size]. In the first pass,
+        :meth:`begin` must be called before."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:

@@ -1,7 +1,7 @@
 """Continuous batching (Yu et al., 2022, "Orca"): sequences join and leave the running batch between steps.
 
-A row is one sequence of the batch; a column of the cache is one position. Shape letters: b rows, n columns, V
-vocabulary size without padding.
+Shape letters: b rows (sequences of the batch), n columns (positions of the cache), V vocabulary size without
+padding.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ _MOST_UNUSED = 64
 
 
 class JoinableCache(GrowingCache):
-    """A key/value cache to which sequences (rows) of any length can be added.
-
-    All rows have the same number of columns. A short row has unused columns on its left, and rejected draft
-    tokens leave unused columns in the middle. The caller passes an attention mask that hides them to each
-    forward pass.
-    """
+    """A key/value cache to which sequences (rows) of any length can be added. Rows may have unused columns,
+    which the attention masks must hide."""
 
     def forget_first(self, columns: int) -> None:
         if columns:
@@ -97,12 +93,7 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 
 class ContinuousBatch:
     """A batch of sequences (rows) that new prompts can join at any step; computes the next-token logits. Each
-    row gets the logits it would get alone, up to float rounding.
-
-    ``prefixes`` keeps keys and values of earlier rows for prompts that start with the same tokens. A row that
-    grows longer than LongRoPE's ``switch_length`` is recomputed, because its cached keys have other rotary
-    angles.
-    """
+    row gets the logits it would get alone, up to float rounding. ``prefixes`` is the prefix cache."""
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
         self._model, self._prefixes = model, prefixes or PrefixStore(0)
@@ -116,8 +107,8 @@ class ContinuousBatch:
 
     @property
     def max_drafts(self) -> int:
-        """The maximum number of draft tokens per row in the next pass. Only LongRoPE models have a limit: a
-        row must not exceed ``switch_length``, where the rotary angles change, in the middle of a pass."""
+        """The maximum number of draft tokens per row in the next pass."""
+        # The rotary angles of a LongRoPE row change at switch_length, so no pass may cross it.
         switch = self._model.switch_length
         if switch is None:
             return sys.maxsize
@@ -142,12 +133,11 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def logits_with_drafts(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Run each row's last token and its draft tokens in one pass (speculative decoding). The draft tokens
-        do not become part of the row; call :meth:`append` with the accepted ones.
+        """Run each row's last token and its draft tokens in one pass (speculative decoding). Call
+        :meth:`append` with the accepted draft tokens afterwards.
 
         Returns logits ``[1 + s, b, V]`` float32, where s is the largest number of draft tokens of a row, at
         most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token.
-        Logits after missing draft tokens are meaningless.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, drafts)) <= self.max_drafts
@@ -155,8 +145,7 @@ class ContinuousBatch:
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Replace the tokens of every row by ``rows``, and return the next-token logits ``[b, V]`` float32.
-        Only tokens after the common prefix of old and new row are run. A draft model uses this to replace
-        rejected tokens."""
+        Only tokens after the common prefix of the old and the new row are run."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -305,12 +294,10 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the new tokens ``rows`` of several sequences, and append their keys and values to ``cache``,
-        which holds a prefix that all of them share. ``lengths`` are the sequences' lengths, prefix included.
-
-        Returns two arrays: the logits ``[b, V]`` after the last token of each sequence, and a bool mask
-        ``[b, positions]`` of the cached positions that each sequence may attend to.
-        """
+        """Run the new tokens ``rows`` of several sequences after their shared prefix, which ``cache`` holds.
+        ``lengths`` are the sequences' lengths, prefix included. Returns the logits ``[b, V]`` after the last
+        token of each sequence, and a bool mask ``[b, positions]`` of the cached positions that it may attend
+        to."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

@@ -46,8 +46,7 @@ class Rules:
 
     def change(self, num_new: int, limit: int) -> bool:
         """Whether these rules can change the logits for the next token of a sequence. ``num_new`` is its
-        number of new tokens so far, and ``limit`` the maximum number of new tokens. If the rules cannot
-        change the logits, greedy search need not apply them."""
+        number of new tokens so far, and ``limit`` the maximum number."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
@@ -88,16 +87,16 @@ def decode(
     on_token: OnToken | None = None,
     num_top: int | None = None,
 ) -> list[Row]:
-    """Generate tokens for every prompt of a session until all sequences have ended, and return the sequences.
+    """Generate tokens for every prompt of a session until all sequences have ended. Returns the sequences of
+    the first prompt, then those of the second, and so on.
 
     Args:
         session: holds the prompts; sequences that end are removed from it.
         choose: chooses the next tokens from the logits, after ``rules`` were applied.
         max_new_tokens: the limit of new tokens of each prompt, at least 1.
-        copies: number of continuations per prompt; the model runs a prompt only once. The continuations of
-            prompt i are results ``i * copies`` to ``(i + 1) * copies - 1``.
+        copies: number of continuations per prompt.
         on_token: callback for each new token; returns whether the sequence ends there.
-        num_top: number of alternatives to list with each token's log-probability. None: do not compute these.
+        num_top: number of alternatives to list with each token's log-probability. None: no log-probabilities.
     """
     logits = session.next_logits()
     if copies > 1:
@@ -138,13 +137,9 @@ def process(
     limits: np.ndarray,
     rules: Rules,
 ) -> paddle.Tensor:
-    """Apply ``rules`` to ``logits [b, V]``: first the logit processors, then the minimum length, then forced
-    tokens. Beam search passes log-probabilities instead of logits.
-
-    ``num_new`` is the number of new tokens of each row so far, and ``limits [b]`` the most they may get.
-    ``tokens`` returns the token ids of each row, prompt included; it is called only if a processor needs
-    them.
-    """
+    """Apply ``rules`` to the logits, or log-probabilities, ``[b, V]``. ``num_new`` is the number of new
+    tokens of each row so far, and ``limits [b]`` the most they may get. ``tokens`` returns the token ids of
+    each row, prompt included."""
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
     if rules.end_ids and num_new < rules.min_new_tokens:

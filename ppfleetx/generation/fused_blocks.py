@@ -1,5 +1,5 @@
-"""Run all transformer blocks of a model in one C++ operation on a CPU, if the operation supports the layers.
-This saves the launch of about thirty small operations per block."""
+"""Run all transformer blocks of a model in one C++ operation on a CPU, which saves the launch of many small
+operations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ available."""
 
 class FusedBlocks:
     """All transformer blocks and the final norm of a model as one C++ operation with a key/value cache. The
-    layers must satisfy :func:`can_fuse`. ``takes_prompts`` says whether the operation also runs prompts; with
-    float32 weights it does not, because MKL is faster."""
+    layers must satisfy :func:`can_fuse`. ``takes_prompts`` says whether the operation also runs prompts."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         *self._blocks, self._final_norm = layers
@@ -41,13 +40,13 @@ class FusedBlocks:
         self._epsilon: float = first.input_norm.epsilon
         self._forms: dict[bool, fused_blocks.BlockWeights | None] = {}
         linears = [linear for block in self._blocks for linear in linears_of(block)]
+        # For prompts with float32 weights, MKL is faster.
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
         """Return the model's weights in the layout for a pass of ``num_rows`` new tokens after
-        ``num_columns`` cached positions. Returns None if the pass is so large that Paddle's own operations
-        are faster. Also returns None if this layout needs a copy of the weights for which memory is not
-        sufficient."""
+        ``num_columns`` cached positions. Returns None if Paddle's own operations should run this pass."""
+        # For large passes, Paddle's own operations are faster.
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
@@ -65,9 +64,8 @@ class FusedBlocks:
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions
-        ``position_ids [b, s]``, and update ``cache``. Returns None, without running, if ``hidden`` is not
-        float32 on a CPU, or if :meth:`weights` returns None for this pass."""
+        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions ``position_ids
+        [b, s]``, and update ``cache``. Returns None, without running, if this pass is not supported."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -100,9 +98,8 @@ class FusedBlocks:
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """Collect all weights of the blocks in the layout of the C++ operation. For each linear layer,
-        ``add_linear(weights, layer)`` is called and adds the layer's matrix. If it returns False, because the
-        matrix is not available, this method returns None."""
+        """Collect all weights of the blocks in the layout of the C++ operation. ``add_linear(weights,
+        layer)`` adds the matrix of a linear layer; if it returns False, this method returns None."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:

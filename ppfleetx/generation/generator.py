@@ -62,12 +62,11 @@ class Batch:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether to generate this batch by speculative decoding. An assistant model is always used if there
-        is one. Prompt lookup, if it is enabled, is used only for greedy search of a few prompts, where it
-        pays off."""
+        """Whether to generate this batch by speculative decoding."""
         cfg = self.cfg
         if cfg.assistant_model is not None:
             return True
+        # Prompt lookup pays off for greedy search of a few prompts.
         is_plain = self.is_greedy and cfg.num_return_sequences == 1 and cfg.logprobs is None
         is_small = len(self.max_new_tokens) <= MOST_ROWS
         return is_plain and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
@@ -147,11 +146,9 @@ class TextGenerator(ABC):
                 becomes the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
             on_text: callback for each new piece of text.
-            batch_rows: the maximum number of sequences in one batch. The continuations or beams of one
-                prompt are always in the same batch, even if they are more. Results do not depend on this
-                number, except for float rounding.
-            first_prompt: if ``prompts`` are part of a larger list, the index of their first in that list.
-                The random numbers for a prompt depend on its index.
+            batch_rows: the maximum number of sequences in one batch. The sequences of one prompt are never
+                divided.
+            first_prompt: the index of the first prompt in the caller's list, on which random numbers depend.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.
@@ -194,8 +191,8 @@ class TextGenerator(ABC):
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         """Generate all continuations of a batch of prompts: those of the first prompt, then those of the
-        second, and so on. ``texts`` has a `RowText` for each continuation, in the same order; every generated
-        token must be fed to the `RowText` of its continuation."""
+        second, and so on. Every generated token must be fed to its continuation's `RowText` in ``texts``,
+        which has the same order."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
@@ -217,9 +214,8 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens of prompt ``number`` that fit into the model's positions. A
-        default ``max_dec_len`` is reduced to fit; one set by the user that does not fit raises
-        ConfigError."""
+        """Return the maximum number of new tokens of prompt ``number``, such that they fit into the model's
+        positions. Raises ConfigError if the configured lengths do not fit."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -235,11 +231,12 @@ class TextGenerator(ABC):
 
 class Generator(TextGenerator):
     """Generates text with a model in this process. Create it after the model's weights are loaded, because it
-    may copy some of them. Raises DataError if the tokenizer has ids outside the model's vocabulary.
+    may copy some of them. Without a tokenizer, prompts and results are token ids. ``load_assistant`` loads
+    the draft model ``Generation.assistant_model``. Raises DataError if the tokenizer has ids outside the
+    model's vocabulary.
 
-    Without a tokenizer, prompts and results are token ids. All ranks of a tensor-parallel ``vocab_group``
-    must call `generate` with the same prompts at the same time, and get the same results. ``load_assistant``
-    loads the draft model ``Generation.assistant_model``.
+    All ranks of a tensor-parallel ``vocab_group`` must call `generate` with the same prompts at the same
+    time.
     """
 
     def __init__(

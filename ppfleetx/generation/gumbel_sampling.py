@@ -1,11 +1,8 @@
 """Reproducible sampling with the Gumbel-max trick.
 
 Each token with probability p gets a time E / p, where E is drawn from Exp(1), and the token with the smallest
-time is selected. Rounding changes the result only if two times are almost equal (``docs/generation.md`` gives
-the frequency), whereas inverse-CDF sampling is sensitive to errors in the cumulative sums.
-
-A draw first selects a block of `BLOCK` consecutive ids, then a token in the block, so a few hundred random
-numbers are enough for any vocabulary. Sums are computed in float64, so all devices get the same result.
+time is selected. A draw first selects a block of `BLOCK` consecutive ids, then a token in the block, so a few
+hundred random numbers are enough for any vocabulary.
 
 Shape letters: b rows, V vocabulary size, n random numbers per draw.
 """
@@ -29,8 +26,7 @@ def race_size(vocab_size: int) -> int:
 
 class RandomStream:
     """The random numbers for sampling one sequence. They depend only on the seed, the prompt's index, the
-    number of the continuation, and the step, not on the device or NumPy's version: they come from the raw
-    output of Philox 4x64-10."""
+    number of the continuation, and the step."""
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
         self._key, self._size = _key(seed, prompt, copy), race_size(vocab_size)
@@ -43,6 +39,7 @@ class RandomStream:
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
         self._step = step + num_steps
+        # Unlike the methods of Generator, raw Philox output does not change with NumPy's version.
         words = self._philox.random_raw(num_steps * counters * _WORDS_PER_COUNTER)
         halves = words.astype("<u8", copy=False).view("<u4").reshape(num_steps, -1)[:, : self._size]
         return -np.log((halves + 0.5) * 2.0**-32).astype(np.float32)
@@ -61,8 +58,8 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
     """Sample one token per row with the Gumbel-max trick. ``weights [b, V]`` float32 are unnormalized
-    probabilities, and ``exponentials [b, n]`` float32 the n random numbers of this step from each row's
-    `RandomStream`. Returns token ids ``[b]`` int64, never of a token with weight 0."""
+    probabilities, and ``exponentials [b, n]`` float32 the random numbers of this step from each row's
+    `RandomStream`. Returns token ids ``[b]`` int64."""
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_with_numpy(weights.numpy(), exponentials.numpy()))
     return draw_by_operations(weights, exponentials)
@@ -77,6 +74,7 @@ def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> p
     if missing:
         weights = paddle.concat([weights, paddle.zeros([weights.shape[0], missing], weights.dtype)], axis=1)
     weights = weights.reshape([-1, num_blocks, BLOCK])
+    # Sums in float64 give the same result on all devices.
     exponentials = exponentials.astype("float64")
     block = (weights.astype("float64").sum(-1) / exponentials[:, BLOCK:]).argmax(-1)
     rows = paddle.arange(weights.shape[0]) * num_blocks + block

@@ -1,9 +1,5 @@
-"""Prefix caching: reuse the keys and values of earlier sequences for prompts that start with the same tokens.
-This saves time in chats, which repeat the system message and all earlier turns in each turn.
-
-Keys and values of a prefix do not depend on later tokens, up to float rounding, except that LongRoPE uses
-other factors for long sequences. The cache evicts the least recently used sequences.
-"""
+"""Prefix caching: reuse the keys and values of earlier sequences for prompts that start with the same tokens,
+such as later turns of a chat. The cache evicts the least recently used sequences."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ class _Entry:
 @dataclass(frozen=True)
 class SeededPrompts:
     """New prompts that start with the same cached prefix and run as one batch. ``prompts`` are the token ids
-    of each prompt, prefix included. ``length`` is the number of tokens of the prefix; 0 if there is none.
-    ``layers`` are the cached keys and values of a sequence that starts with the prefix."""
+    of each prompt, prefix included. ``length`` is the number of tokens of the prefix, and ``layers`` are the
+    keys and values of a sequence that starts with it."""
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -43,8 +39,7 @@ class SeededPrompts:
 
 class PrefixStore:
     """The prefix cache: an LRU store of the keys and values of earlier sequences. It holds ``num_tokens``
-    positions, at most ``max_tokens``. ``num_reused`` counts the prompt positions that were taken from the
-    store so far."""
+    positions, at most ``max_tokens``. ``num_reused`` counts the prompt positions taken from it so far."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.num_tokens, self.num_reused = max_tokens, 0, 0
@@ -53,9 +48,8 @@ class PrefixStore:
     def groups(
         self, prompts: Sequence[Sequence[int]], are_long: Sequence[bool] | None = None
     ) -> list[SeededPrompts]:
-        """Divide new prompts into groups that start with the same cached prefix and can run as one batch. A
-        group has consecutive prompts. ``are_long`` says which prompts use LongRoPE's factors for long
-        sequences."""
+        """Divide new prompts into groups of consecutive prompts that start with the same cached prefix and
+        can run as one batch. ``are_long`` says which prompts use LongRoPE's factors for long sequences."""
         kinds = are_long or [False] * len(prompts)
         found = [
             (prompt, *self._longest_prefix(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)
@@ -75,13 +69,10 @@ class PrefixStore:
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values of the sequence ``tokens``, which must not exceed ``max_tokens``. For
-        each layer, ``layers`` has the keys and the values as [1, key/value heads, number of tokens, head
-        size]. ``is_long`` tells whether the sequence uses LongRoPE's factors for long sequences.
-
-        Stored sequences that are prefixes of the new one are dropped. The least recently used sequences are
-        dropped to make room.
-        """
+        """Store the keys and values of the sequence ``tokens``, which must not exceed ``max_tokens``, and
+        evict others to make room. For each layer, ``layers`` has the keys and the values as [1, key/value
+        heads, number of tokens, head size]. ``is_long`` tells whether the sequence uses LongRoPE's factors
+        for long sequences."""
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces entries that are its prefixes.
         self._entries = [
@@ -94,9 +85,9 @@ class PrefixStore:
         self.num_tokens = sum(sizes)
 
     def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
-        """Find the longest cached prefix of a prompt. Returns its length, and the keys and values of the
-        stored sequence that starts with it. The prefix never includes the prompt's last token, which the
-        model must run to get logits."""
+        """Return the length of the longest cached prefix of a prompt, and the keys and values of the stored
+        sequence that starts with it. The prefix never includes the prompt's last token."""
+        # The model must run the last token to get logits.
         array = np.array(prompt[:-1], np.int64)
         lengths = [_num_reusable(one, array, is_long) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)

@@ -1,5 +1,5 @@
-"""Operations on the logits or probabilities of the next token: penalties, temperature, top-k, top-p and
-others, as in Hugging Face transformers. All except :func:`typical` also work in exported programs.
+"""Operations on the logits or probabilities of the next token, such as penalties, temperature, top-k and
+top-p, as in Hugging Face transformers.
 
 Shape letters: b rows (sequences of the batch), V vocabulary size, m candidate tokens.
 """
@@ -19,8 +19,7 @@ SMALLEST = 1e-6
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
     """Apply the repetition penalty (Keskar et al., 2019) to ``logits [b, V]``. ``history`` are the token ids
-    of each row so far, int64 [b, length]. The logit of a token that has occurred, however often, is divided
-    by ``penalty`` if positive, and multiplied by it if negative."""
+    of each row so far, int64 [b, length]."""
     seen = paddle.take_along_axis(logits, history, axis=1)
     seen = paddle.where(seen < 0, seen * penalty, seen / penalty)
     return paddle.put_along_axis(logits, history, seen, axis=1)
@@ -56,14 +55,9 @@ def candidates(
     min_p: float = 0.0,
     typical_p: float = 1.0,
 ) -> paddle.Tensor:
-    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits [b, V]``. Returns
-    unnormalized probabilities ``[b, V]``, which are 0 for tokens that are filtered out.
-
-    Top-k keeps the k likeliest tokens (0: all). Top-p keeps the smallest set of likeliest tokens, at least
-    one, whose probabilities, normalized after top-k, sum to at least p (Holtzman et al., 2020). Min-p keeps
-    tokens with at least ``min_p`` times the largest probability (Nguyen et al., 2024). For typical-p, see
-    :func:`typical`.
-    """
+    """Apply temperature, top-k, top-p (Holtzman et al., 2020), min-p (Nguyen et al., 2024) and typical-p, in
+    this order, to ``logits [b, V]``. Returns unnormalized probabilities ``[b, V]``, which are 0 for tokens
+    that are filtered out. ``top_k=0`` keeps all tokens."""
     temperature, top_p = max(temperature, SMALLEST), max(top_p, SMALLEST)
     if temperature != 1.0:
         logits = logits / temperature
@@ -81,11 +75,9 @@ def candidates(
 
 
 def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
-    """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``. It
-    compares the information -log p of each token with the entropy of the distribution. The tokens whose
-    information is closest to the entropy are kept: the smallest number of them with a total probability of at
-    least ``mass``, and any others that are as close as the last of these. The other tokens get probability 0.
-    """
+    """Apply locally typical sampling (Meister et al., 2022) to unnormalized probabilities ``[b, V]``. The
+    tokens whose information -log p is closest to the entropy are kept, until their probabilities sum to
+    ``mass``. The others get probability 0. This does not work in exported programs."""
     given = weights.numpy()
     probabilities = given.astype(np.float64) / given.sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -96,14 +88,14 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
     reached = np.take_along_axis(probabilities, order, axis=-1).cumsum(-1)
     last = np.minimum((reached < mass).sum(-1, keepdims=True), given.shape[-1] - 1)
     farthest = np.take_along_axis(distance, np.take_along_axis(order, last, axis=-1), axis=-1)
+    # Tokens as close to the entropy as the last one are kept, too.
     return paddle.to_tensor(given * (distance <= farthest))
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
-    ``[b, vocab_size]``. All other tokens get 0. Sampling needs this order, because it does not depend on
-    rounding. If tokens were sorted by probability, rounding could swap two almost equally likely tokens, and
-    so change the sample."""
+    """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as ``[b,
+    vocab_size]``. All other tokens get 0."""
+    # Sorted by probability, two almost equally likely tokens could be swapped by rounding.
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
@@ -140,12 +132,7 @@ def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.T
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
     """Apply top-p to probabilities ``[b, V]``, which are not sorted: column i is token id i. Among equally
-    likely tokens at the limit, lower ids are kept.
-
-    There are four implementations, which the tests compare. On a CPU, this function calls our C++ operator
-    or, if that is not compiled, NumPy; on other devices it sorts. Exported programs use
-    :mod:`ppfleetx.deploy.static.sampling`.
-    """
+    likely tokens at the limit, lower ids are kept."""
     if _numpy_can_read(probabilities):
         if cpu_ops.are_available():
             return cpu_ops.nucleus(probabilities, paddle.full([1], top_p, "float32"))
@@ -158,9 +145,9 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """Apply top-p to one row of probabilities ``[V]`` with NumPy. Instead of sorting the row, puts the
-    probabilities into buckets by size, and sorts only the bucket in which the sum reaches ``top_p``."""
+    """Apply top-p to one row of probabilities ``[V]`` with NumPy."""
     top_p = _as_float64(top_p)
+    # Only the bucket in which the sum reaches top_p is sorted, not the whole row.
     # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
     bucket = probabilities.view(np.int32) >> 15
     bucket = (bucket - bucket.min()).astype(np.int64)
@@ -181,16 +168,16 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
-    ``[b, 1]`` each. ``falling [b, m]`` are the probabilities of candidate tokens in descending order, which
-    sum to at least ``top_p``."""
+    ``[b, 1]`` each. ``falling [b, m]`` are probabilities in descending order, which sum to at least
+    ``top_p``."""
     count = (_sum_before(falling) < _as_float64(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
     """Keep the ``count`` largest values in each row of ``probabilities [b, V]``, and set all others to 0.
-    ``smallest`` is the smallest value to keep; if several values equal it, those with the lowest ids are
-    kept. ``count`` and ``smallest`` are ``[b, 1]``."""
+    ``smallest`` is the smallest value to keep; among values equal to it, lower ids are kept. ``count`` and
+    ``smallest`` are ``[b, 1]``."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):
@@ -208,9 +195,8 @@ def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
 
 
 def _as_float64(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """Return ``top_p`` in float64. A Python number is first rounded to float32, because the C++ operator and
-    exported programs receive ``top_p`` in float32, and all implementations must keep the same tokens. A
-    tensor is only cast."""
+    """Return ``top_p`` in float64. A Python number is first rounded to float32."""
+    # The C++ operator and exported programs get float32, and all must keep the same tokens.
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 

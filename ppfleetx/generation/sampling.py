@@ -59,9 +59,9 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token, and the likeliest tokens at its position. Sampling options, such as
-    temperature, do not affect these. ``logprob`` is None for the first token of a text. ``top`` lists (token
-    id, log-probability) in descending order."""
+    """The log-probability of a token, and the likeliest tokens at its position, before sampling options such
+    as temperature. ``logprob`` is None for the first token of a text. ``top`` lists (token id,
+    log-probability) in descending order."""
 
     token: int
     logprob: float | None
@@ -106,8 +106,8 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split the tokens of a text into chunks, one forward pass each, to limit memory. Yields the index of a
-    chunk's first token, its number of tokens, and four arguments for :meth:`NextTokenModel.with_cache`."""
+    """Split the tokens of a text into chunks for one forward pass each. Yields the index of a chunk's first
+    token, its number of tokens, and four arguments for :meth:`NextTokenModel.with_cache`."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

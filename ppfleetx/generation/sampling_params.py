@@ -37,8 +37,7 @@ it."""
 
 class Grammar:
     """A grammar for structured output, such as a JSON schema, which says which tokens may come next.
-    Sequences can share it. ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if
-    the grammar is invalid."""
+    ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if the grammar is invalid."""
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
         from llguidance import LLMatcher
@@ -53,9 +52,8 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for structured output. A complete output ends with one of ``end_ids``. Raises
-        ConfigError if llguidance is missing or does not support the grammar ``form``, or if there is no
-        tokenizer or end token."""
+        """Build the grammar for structured output, which ends with one of ``end_ids``. Raises ConfigError if
+        llguidance is missing or does not support ``form``, or if there is no tokenizer or end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -115,8 +113,7 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 @dataclass(frozen=True)
 class SamplingParams:
     """The options of ``TokenOptions`` that act on logits, with texts (such as bad words) converted to token
-    ids. Temperature, top-k, top-p, min-p and typical-p determine the distribution to sample from
-    (:func:`ppfleetx.generation.processors.candidates`). The others change the logits before that."""
+    ids."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -137,8 +134,7 @@ class SamplingParams:
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> SamplingParams:
         """Make the sampling parameters from the options of a ``Generation`` section or a server request.
-        Raises ConfigError if an option does not fit the tokenizer, or needs a library that is not
-        installed."""
+        Raises ConfigError if an option does not fit the tokenizer, or needs a missing library."""
         known = {field.name: getattr(options, field.name) for field in fields(cls)}
         words = [one for word in options.bad_words for one in _bad_word_sequences(word, tokenizer)]
         for key, ids in (
@@ -166,8 +162,7 @@ PLAIN = SamplingParams()
 
 def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
     """Choose the next token for each row of the processed ``logits [b, V]``: the likeliest at temperature 0,
-    else a sample. ``exponentials [b, n]`` are the n random numbers of this step from each row's
-    `RandomStream`, or None at temperature 0."""
+    else a sample. ``exponentials [b, n]`` are the random numbers of this step, or None at temperature 0."""
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -203,9 +198,8 @@ def ended_by(
 def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
-    """Return the token sequences to forbid for one entry of ``bad_words``. An entry of token ids is one
-    sequence. A text gives the tokens of the word without a space before it, and its tokens after a space if
-    these begin with another token."""
+    """Return the token sequences to forbid for one entry of ``bad_words``: the given token ids, or those of
+    the word without and with a space before it."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (

@@ -23,16 +23,15 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
-    """Wraps a model for generation: computes logits only for the last position, or the last few positions, of
-    each sequence, and without vocabulary padding. Tensor-parallel ranks of ``vocab_group`` must call every
-    method at the same time; all get the same logits.
+    """Wraps a model for generation: computes logits only for the last positions of each sequence, and without
+    vocabulary padding. All ranks of a tensor-parallel ``vocab_group`` must call every method at the same
+    time.
 
     Attributes:
-        head_matrix: for a tied head, a copy of its weights ``[h, V]``, as integers if quantized. Later
-            changes of the model's weights do not affect it. None if the head is not tied.
+        head_matrix: for a tied head, a copy of its weights ``[h, V]``, as integers if quantized; else None.
         small_head: the quantized head with its scales, if the head is tied and quantized.
-        switch_length: the length above which LongRoPE changes a sequence's rotary angles, so that its cached
-            keys become invalid. None for other models.
+        switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
+            keys invalid. None for other models.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
@@ -73,8 +72,8 @@ class NextTokenModel:
         Args:
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
                 padding on the left may be hidden.
-            num_last: return the logits of the last ``num_last`` positions, ``[num_last * b, V]``: all rows at
-                the earliest position, then all rows at the next.
+            num_last: return the logits of the last ``num_last`` positions, ``[num_last * b, V]``, position by
+                position.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         *_, head = self.model.stages
@@ -112,8 +111,7 @@ class NextTokenModel:
 
     def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
         """Run embedding, blocks and final norm, and return the hidden states ``[s, b, h]`` before the head.
-        Blocks and norm run as one fused operator if it supports this pass, except with gradients or inside
-        :meth:`layer_by_layer`."""
+        Blocks and norm run as one fused operator where possible."""
         position_ids = state[1]
         embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
@@ -155,10 +153,10 @@ def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Left-pad the token ids of prompts to the length n of the longest one. Returns the array ``[b, n]``
-    int64, and the number of padding tokens of each prompt, ``[b]`` int64. The padding repeats the prompt's
-    first token, so the repetition penalty sees no other tokens."""
+    int64, and the number of padding tokens of each prompt, ``[b]`` int64."""
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
+    # The padding repeats the first token, so the repetition penalty sees no other tokens.
     rows = [
         np.concatenate([np.full(columns, prompt[0], dtype=np.int64), np.asarray(prompt, np.int64)])
         for prompt, columns in zip(prompts, padding, strict=True)
@@ -167,12 +165,8 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class DecodingSession:
-    """A batch of sequences (rows) that all grow by one token per step, for greedy search, sampling and beam
-    search. With ``use_cache=False``, every step runs all tokens again.
-
-    Prompts are padded on the left. Rows do not attend to padding, and positions count from the first real
-    token, so each row gets the logits it would get alone.
-    """
+    """A batch of sequences (rows) that all grow by one token per step. Each row gets the logits it would get
+    alone. With ``use_cache=False``, every step runs all tokens again."""
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:
         assert prompts, "a session has rows"

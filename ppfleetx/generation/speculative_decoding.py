@@ -1,11 +1,6 @@
 """Speculative decoding for greedy search. Draft tokens come from a smaller assistant model, or from the
 sequence's own text (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies several of
-them. Wrong draft tokens are dropped, so the result equals greedy search, up to float rounding.
-
-Prompt lookup proposes the tokens that followed an earlier occurrence of the last few tokens. For few
-sequences, a pass spends most of its time reading weights, so verifying several positions costs little more
-than computing one.
-"""
+them. The result equals greedy search, up to float rounding."""
 
 from __future__ import annotations
 
@@ -56,13 +51,9 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Draft up to ``counts[i]`` tokens after the sequence ``rows[i]``, with the assistant model. All
-        sequences get fewer if the longest one would otherwise become longer than the assistant's
-        ``max_positions``; the lists are empty if there is no room at all.
-
-        In later calls, ``rows`` must be the same sequences in the same order, now with their accepted tokens.
-        :meth:`select` removes sequences.
-        """
+        """Draft up to ``counts[i]`` tokens after the sequence ``rows[i]``, within the assistant model's
+        ``max_positions``. In later calls, ``rows`` must be the same sequences in the same order, now with
+        their accepted tokens. :meth:`select` removes sequences."""
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -105,9 +96,9 @@ def decode_with_drafts(
     assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Generate tokens for each prompt by greedy search with speculative decoding. Results are those of
-    :func:`~ppfleetx.generation.decode_loop.decode`. Draft tokens come from ``assistant`` or, if that is None,
-    from the sequence's own text. ``max_drafts`` limits the draft tokens of a sequence in one forward pass."""
+    """Generate tokens for each prompt by greedy search with speculative decoding. Draft tokens come from
+    ``assistant`` or, if that is None, from the sequence's own text. ``max_drafts`` limits the draft tokens of
+    a sequence in one forward pass."""
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
     rows = [
@@ -150,9 +141,9 @@ class _DraftedRow:
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
         """Append new tokens to this sequence, and return them: the accepted draft tokens, and then the token
-        that the model chooses next. If the sequence ends, no tokens are added after that. The sequence is row
-        ``i`` of the batch. ``logits [1 + s, b, V]`` are the logits after each row's last token and after each
-        of its s draft tokens. ``likeliest [1 + s, b]`` is the argmax of ``logits``."""
+        that the model chooses next. The sequence is row ``i`` of the batch. ``logits [1 + s, b, V]`` are the
+        logits after each row's last token and each of its s draft tokens, and ``likeliest [1 + s, b]`` their
+        argmax."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -194,20 +185,19 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Return the number of tokens to draft in the next pass, at most ``most``. If all drafts of this pass
-    were accepted (``all_right``), the result is twice ``width``, the number of drafts in this pass. Otherwise
-    the result is ``right``, the number of accepted drafts, but at least 1.
-    :func:`ppfleetx.deploy.static.sampling.next_width` computes the same for tensors."""
+    """Return the number of tokens to draft in the next pass, at most ``most``. It is twice ``width``, the
+    number drafted in this pass, if ``all_right``. Otherwise it is ``right``, the number accepted in this
+    pass, but at least 1."""
+    # ppfleetx.deploy.static.sampling.next_width computes the same for tensors.
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """Return the maximum number of draft tokens per sequence for the next pass: the number with the highest
-    expected tokens per second. ``counts`` are the numbers of draft tokens that the sequences have. A pass
-    computes the same number of positions for every sequence, so the result can be less than the largest of
-    ``counts``."""
+    """Return the maximum number of draft tokens per sequence for the next pass that gives the highest
+    expected tokens per second. ``counts`` are the numbers of draft tokens that the sequences have."""
 
     def rate(most: int) -> float:
+        # A pass computes the same number of positions for every sequence.
         tokens = len(counts) + _TRUST * sum(min(count, most) for count in counts)
         return tokens / (_WEIGHTS + len(counts) * (1 + most))
 
@@ -215,14 +205,12 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def look_up(history: np.ndarray, count: int) -> np.ndarray:
-    """Return ``count`` draft tokens for a sequence, found in its own token ids ``history``. The last n tokens
-    of the sequence are looked up among its earlier tokens. The draft tokens are those that followed the
-    latest earlier occurrence of these n tokens. If fewer than ``count`` tokens follow it, they are repeated.
-    n is the first of `LENGTHS` with an earlier occurrence; if none has one, returns an empty array."""
+    """Return ``count`` draft tokens for a sequence with the token ids ``history``: the tokens that followed
+    an earlier occurrence of its last tokens. Returns an empty array if there is no such occurrence."""
     for length in LENGTHS:
         if count < 1 or len(history) <= length:
             continue
         places = np.flatnonzero((sliding_window_view(history[:-1], length) == history[-length:]).all(axis=1))
         if len(places):
-            return np.resize(history[places[-1] + length :], count)
+            return np.resize(history[places[-1] + length :], count)  # repeats them if there are too few
     return history[:0]

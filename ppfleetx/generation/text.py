@@ -17,9 +17,8 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Convert a user's prompts to a list, and return whether a single prompt was given. A prompt is a text or
-    a list, array or tensor of token ids; several are a list, or a matrix with one prompt per row. Raises
-    DataError for anything else."""
+    """Convert a user's prompts to a list, and return whether a single prompt was given. A prompt is a text,
+    or a list, array or tensor of token ids. Raises DataError for anything else."""
     given = _arrays_to_lists(given)
     if isinstance(given, str):
         return [given], True
@@ -64,18 +63,19 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the text of a token in UTF-8. In SentencePiece tokenizers, the space symbol U+2581 becomes a
-    space, and a byte token such as ``<0xE4>`` becomes the byte that it names."""
+    """Return the bytes that a token stands for in UTF-8 text, such as a space for SentencePiece's symbol
+    U+2581."""
     value = tokenizer.token_bytes(token)
     if tokenizer.is_byte_level:
         return value
+    # A byte token such as <0xE4> stands for the byte that it names.
     single = _BYTE_TOKEN.fullmatch(value.decode("utf-8", "replace"))
     return bytes([int(single.group(1), 16)]) if single else value.replace("\u2581".encode(), b" ")
 
 
 class NoTokenizer:
     """Takes the place of the tokenizer for a model that has none: prompts and results are token ids, and all
-    texts are empty. Sequences end only at the length limit, unless ``Generation.eos_token_id`` is set."""
+    texts are empty."""
 
     place = "the model's vocabulary"
     prefix_ids = end_ids = ()
@@ -106,8 +106,7 @@ class NoTokenizer:
 
 class RowText:
     """Decodes the generated tokens of one sequence one by one, up to the first stop string. ``prompt`` are
-    the token ids before the generated ones, which can affect how the text begins. ``emit`` is called with
-    each piece of text that cannot become part of a stop string."""
+    the token ids before the generated ones. ``emit`` is called with each new piece of text."""
 
     def __init__(
         self,

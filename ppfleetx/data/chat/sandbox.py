@@ -1,9 +1,8 @@
-"""Run chat templates in Jinja, with limits, and with everything that Hugging Face transformers offers to
-them: ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, ``generation`` blocks, ``tojson``
-without HTML escapes, ``raise_exception`` and ``strftime_now``.
+"""Run chat templates in Jinja, with the extensions that Hugging Face transformers offers to them, such as
+``generation`` blocks and ``raise_exception``.
 
-Templates may come from anyone. So Jinja's sandbox denies access to Python, and limits stop endless loops and
-huge texts. This does not stop a determined attacker.
+Jinja's sandbox denies templates access to Python, and limits stop endless loops and huge texts. This does not
+stop a determined attacker.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ class CompiledTemplate:
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
         """Render the template. Returns the text, and the spans of the text that are inside ``generation``
-        blocks. Raises TemplateRefusedError if the template refuses the conversation, jinja2.TemplateError,
-        TemplateLimitError, or any error of an expression in the template."""
+        blocks. Raises TemplateRefusedError, TemplateLimitError, jinja2.TemplateError, or any error of an
+        expression in the template."""
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
             try:
                 for piece in self._template.generate(variables):

@@ -1,9 +1,8 @@
 """Chat templates, which turn a conversation into the text that a chat model was trained on. The text equals
-that of Hugging Face's ``apply_chat_template`` (``tests/goldens/make_hf_chats.py``).
+that of Hugging Face's ``apply_chat_template``.
 
-As in transformers, templates are read from ``chat_template.jinja`` in the tokenizer's directory, with more of
-them in ``additional_chat_templates/``, or else from ``chat_template`` in ``tokenizer_config.json``, which is
-one template or a list of named ones.
+Templates are read from ``chat_template.jinja`` and ``additional_chat_templates/`` in the tokenizer's
+directory, or else from ``chat_template`` in ``tokenizer_config.json``.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class ChatTemplate:
 
     Attributes:
         source: the template in Jinja.
-        special_tokens: texts of special tokens, by the template's names for them: ``bos_token``,
-            ``eos_token``, ...
+        special_tokens: texts of special tokens, by names such as ``bos_token``.
         place: where the template comes from, for messages.
         stops: texts that end an answer, in addition to the end tokens.
         is_plain: whether this is our own template, for models without one.
@@ -103,11 +101,9 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Render a conversation as text. With ``add_generation_prompt``, the text ends where the model is to
-        write its answer. ``variables`` are passed to the template and override the special tokens.
-
-        Raises ChatError if the template refuses the conversation, fails or exceeds its limits; DataError if
-        the source is not a valid template.
-        """
+        write its answer. ``variables`` are passed to the template and override the special tokens. Raises
+        ChatError if the template refuses the conversation or fails, and DataError if it is not valid
+        Jinja."""
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
 
@@ -162,9 +158,8 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """Return the tokenizer's chat template called ``name`` (None: ``default``). If the tokenizer has no
-    templates and no name is given, returns the plain template :data:`PLAIN`. Raises ConfigError if no
-    template has this name, and DataError if the tokenizer's files are damaged."""
+    """Return the tokenizer's chat template ``name``. None: its default template, or the plain template if it
+    has no templates. Raises ConfigError if there is no such template, and DataError if a file is damaged."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}
@@ -178,8 +173,8 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """Return the chat template that the user chose with the option ``key``: one of the tokenizer's templates
-    by name, or a file. None: the tokenizer's default template, or the plain template if it has none. Raises
+    """Return the chat template ``given``, which is the name of one of the tokenizer's templates, or a file.
+    None: the default, as in `find_template`. ``key`` is the name of the user's option, for messages. Raises
     UserError."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
@@ -213,18 +208,12 @@ _BEFORE, _HERE = "\ue000\uf8f0\ue001", "\ue002\uf8f1\ue003"
 def render_with_answers(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> tuple[str, list[Span]]:
-    """Render a conversation as text. Returns the text, and the span of each of the assistant's turns in it.
-
-    A template with ``{% generation %}`` blocks marks the turns itself. For other templates, the conversation
-    is rendered up to the turn, with and without the turn; the version without it ends with a generation
-    prompt. The turn is the difference between the two texts. Some templates, such as Qwen3's, write a turn
-    differently once more turns follow. Then the whole conversation is rendered with a placeholder as the
-    turn's content, and the turn is found there.
-
-    Raises the errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located.
-    """
+    """Render a conversation as text. Returns the text, and the spans of the assistant's turns in it. Raises
+    the errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located."""
     if template.marks_answers:
         return template.render_spans(messages, **variables)
+    # Without generation blocks, a turn is what it adds to the text of the messages before it or, if later
+    # messages change this text (Qwen3), what surrounds a placeholder in the whole conversation.
     turns = _Turns(template, messages, variables)
     spans = [turns.span(number) for number, one in enumerate(messages) if one["role"] == ASSISTANT]
     return turns.text, spans
@@ -300,12 +289,12 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` at which the generation prompt ends. ``text`` is what the template
-        writes before the content of an answer. If it contains only the beginning of the generation prompt,
-        returns the offset at which the longest such beginning ends; 0 if there is none."""
+        """Return the offset in ``text`` at which the generation prompt ends, or 0 if it does not occur.
+        ``text`` is what the template writes before the content of an answer."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)
+        # `text` may have only the beginning of the generation prompt.
         written = next((prompt[:size] for size in range(len(prompt), 0, -1) if prompt[:size] in text), "")
         return text.find(written) + len(written)
 

@@ -26,9 +26,8 @@ from ppfleetx.utils.progress_bar import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Concatenate the corpora ``prefixes`` to a new corpus ``out``. Raises DataError if there is no input, an
-    input is damaged, dtypes differ, ``out`` is one of the inputs, or ``out`` exists and ``overwrite`` is
-    False."""
+    """Concatenate the corpora ``prefixes`` to a new corpus ``out``. Raises DataError if an input is missing
+    or damaged, if dtypes differ, or if ``out`` is an input, or exists and ``overwrite`` is False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")
@@ -48,8 +47,8 @@ def merge(
 
 
 def _verified_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
-    """Read the ``.bin`` file of a corpus block by block, and advance the progress bar. If the corpus has
-    checksums, raises DataError before the first damaged block, or at once if the ``.idx`` file is damaged."""
+    """Yield the ``.bin`` file of a corpus block by block, and advance the progress bar. Raises DataError if
+    the corpus does not match its checksums."""
     checksums = read_checksums(prefix)
     if checksums is None:
         with opened(bin_path(prefix), DataError) as file:

@@ -44,15 +44,15 @@ _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 @dataclass
 class ChunkResult:
-    """What a worker process returns for one chunk of the corpus, with arrays as bytes, which are cheap to
-    send.
+    """What a worker process returns for one chunk of the corpus.
 
     Attributes:
-        tokens: the tokens of all documents in the output's dtype, for each key (field of the JSON documents).
-        lengths: the number of tokens of each document, int32, for each key.
-        num_seen: number of documents in the chunk, skipped ones included.
+        tokens: the tokens of all documents, as bytes in the output's dtype, for each key (field of the JSON
+            documents).
+        lengths: the number of tokens of each document, as int32 bytes, for each key.
+        num_seen: number of documents in the chunk, including skipped ones.
         skipped: number of skipped documents, by kind of problem.
-        places: positions (from 0) of the first skipped documents, by kind of problem.
+        places: positions of the first skipped documents, by kind of problem.
     """
 
     tokens: dict[str, bytes] = field(default_factory=dict)
@@ -81,8 +81,8 @@ class _Skip(Exception):  # noqa: N818 - control flow within this file
 
 
 class ChunkEncoder:
-    """The function that worker processes apply to each chunk: encodes the texts in the fields ``keys`` of all
-    documents. With ``append_eod``, each nonempty text gets an end-of-document token at its end."""
+    """The function that worker processes apply to each chunk: encodes the fields ``keys`` of all documents.
+    With ``append_eod``, each nonempty text gets an end-of-document token at its end."""
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
@@ -174,9 +174,8 @@ class Problems:
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Add the skipped documents of one chunk, in the order of the corpus. Raises DataError if ``strict``
-        is set and a document was skipped, or if very many documents in a row were skipped, because the file
-        is then probably of another kind."""
+        """Add the skipped documents of the next chunk. Raises DataError if ``strict`` is set and a document
+        was skipped, or if very many documents in a row were skipped."""
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped
@@ -188,6 +187,7 @@ class Problems:
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
         self._num_skipped = 0 if result.num_documents else self._num_skipped + result.num_seen
+        # So many documents are skipped if the file is of another kind.
         if self._num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
             which = "first" if self._num_skipped == self._num_seen else "last"
             count = f"{which} {self._num_skipped:,} {_UNITS[chunk.kind]}s"
@@ -217,11 +217,8 @@ def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
     """Context manager that applies ``function`` to all ``items`` in worker processes, or with ``workers=1``
-    in this process. It gives an iterator over ``(item, function(item))``, in the order of ``items``.
-
-    The function is sent to each worker only once. Workers end when the context is left or this process is
-    killed. If a worker dies, the iterator raises DataError.
-    """
+    in this process. It gives an iterator over ``(item, function(item))`` in the order of ``items``, which
+    raises DataError if a worker dies."""
     if workers == 1:
         yield ((item, function(item)) for item in items)
         return
@@ -331,12 +328,11 @@ def preprocess(
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
     """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``, one for each of
-    ``keys``, the fields of the JSON documents. Plain text counts as the field "text". Documents keep their
-    order.
+    ``keys``, the fields of the JSON documents. Plain text counts as the field "text".
 
-    Documents that are empty, not text, or longer than ``max_document_bytes`` are skipped, counted and
-    reported; with ``strict``, the first one raises an error. A run that fails or is interrupted leaves no
-    files. Raises DataError for bad input, an existing output, no documents, or a worker that died.
+    Documents that are empty, not text, or longer than ``max_document_bytes`` are skipped and reported; with
+    ``strict``, they are errors. A run that fails leaves no files. Raises DataError for bad input, an existing
+    output, no documents, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

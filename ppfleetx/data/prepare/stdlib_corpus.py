@@ -34,12 +34,8 @@ def write_stdlib_corpus(
     output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
 ) -> tuple[int, int]:
     """Write the source files of the Python standard library, shuffled, to a JSON lines file with the fields
-    ``path`` and ``text``. Files that are empty or not UTF-8 are skipped. The same interpreter and seed give
-    the same file.
-
-    Returns the number of documents, and the size of their texts in bytes. Raises DataError if the file cannot
-    be written, or exists and ``overwrite`` is False.
-    """
+    ``path`` and ``text``. Returns the number of documents, and the size of their texts in bytes. Raises
+    DataError if the file cannot be written, or exists and ``overwrite`` is False."""
     output = Path(output)
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already; --overwrite replaces it")

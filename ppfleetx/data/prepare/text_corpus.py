@@ -28,9 +28,9 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Finds the delimiters between documents, which are line ends or blank lines, in a block of bytes.
-    ``first`` returns the offset after the first delimiter, and ``last`` the offset after the last one; both
-    return 0 if there is none. A delimiter may begin in the previous block, with at most ``overlap`` bytes."""
+    """Finds the delimiters between documents in a block of bytes. ``first`` and ``last`` return the offset
+    after the first or last delimiter; 0 if there is none. At most ``overlap`` bytes of a delimiter lie in the
+    previous block."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -52,9 +52,8 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Regroup the blocks of a file, which are cut at arbitrary bytes, into pieces that are cut at the ends of
-    documents. Yields None in place of a document longer than ``max_bytes``. At most ``max_bytes`` plus one
-    block are kept in memory."""
+    """Regroup the blocks of a file into pieces that are cut at the ends of documents. Yields None in place of
+    a document longer than ``max_bytes``."""
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
     num_pending = 0
@@ -125,11 +124,9 @@ class Chunk:
     """A part of a text corpus that one worker process encodes at a time.
 
     Attributes:
-        data: whole documents of one file, or None in place of one document that is too long. If ``kind`` is
-            "file", ``data`` is always None: the worker reads the files ``paths``, each of which is a
-            document.
-        num_disk_bytes: size of the chunk in the file on disk, for the progress bar. If the file is
-            compressed, this is the size of the compressed data.
+        data: the text of the documents, or None if the worker reads the files ``paths`` itself or skips a
+            document that is too long.
+        num_disk_bytes: size of the chunk in the file on disk, for the progress bar.
     """
 
     kind: Kind
@@ -146,8 +143,7 @@ def find_sources(
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
     """List the files of a corpus in the order in which they are encoded. ``inputs`` are files and folders;
-    the files of a folder are sorted by path. ``suffixes`` limits folders to files with these endings. Hidden
-    files and folders and ``__pycache__`` are skipped.
+    ``suffixes`` limits folders to files with these endings.
 
     ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) have one JSON object per line. All other files are
     plain text, which ``split_on`` divides into documents. Raises DataError if an input does not exist, has an
@@ -194,12 +190,7 @@ def _kind_of(path: Path, split_on: str) -> Kind:
 
 def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
     """Read a corpus in order, and yield chunks of about ``CHUNK_BYTES``. A larger document is a chunk of its
-    own. Raises DataError.
-
-    If documents are whole files, a chunk only lists the files, and the worker process reads them. For other
-    documents, a chunk contains the text; a document longer than ``max_document_bytes`` becomes a chunk whose
-    ``data`` is None.
-    """
+    own. Raises DataError if a file cannot be read or is damaged."""
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
@@ -260,9 +251,9 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
-    """Yield the texts of a corpus, one per document, for training a tokenizer. In JSON documents, the text is
-    in the field ``key``. Documents that are not valid JSON or UTF-8 are skipped. Raises DataError if a file
-    is damaged or of another kind, or if there is no text at all."""
+    """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
+    Invalid documents are skipped. Raises DataError if a file is damaged or of another kind, or if there is no
+    text."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

@@ -1,9 +1,5 @@
-"""Convert the WikiText benchmark (Merity et al., 2016) to token corpora of ordinary text.
-
-The published files put spaces around punctuation marks, write one paragraph per line, and mark headings with
-``=``. Here headings and the spaces before punctuation are removed, and the paragraphs below a heading become
-one document, called a passage.
-"""
+"""Convert the WikiText benchmark (Merity et al., 2016) to token corpora of ordinary text. Headings and the
+spaces before punctuation are removed, and the paragraphs below a heading become one document."""
 
 from __future__ import annotations
 
@@ -30,8 +26,7 @@ _ENDINGS = ("tokens", "raw")
 @dataclass(frozen=True)
 class SplitReport:
     """What was written for one split of WikiText (train, valid or test). ``passages`` is the number of
-    documents, and ``windows`` the number of samples of ``length + 1`` tokens, where consecutive samples share
-    one token."""
+    documents, and ``windows`` the number of samples."""
 
     split: str
     prefix: str
@@ -62,9 +57,8 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Convert the splits of WikiText in ``source`` to corpora
-    ``output_dir/{train,valid,test}/wikitext.{bin,idx}``. ``source`` is the published zip file, or a folder
-    with ``wiki.{train,valid,test}.tokens`` (or ``.raw``). ``length`` is the model's sequence length. Raises
+    """Convert WikiText to corpora ``output_dir/{train,valid,test}/wikitext.{bin,idx}``. ``source`` is the
+    published zip file, or a folder with its files. ``length`` is the model's sequence length. Raises
     DataError if ``source`` is not WikiText, or if a corpus exists and ``overwrite`` is False."""
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}

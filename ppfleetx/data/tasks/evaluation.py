@@ -1,8 +1,5 @@
 """Evaluation of a model on text files, by perplexity in sliding windows or prediction of last words (cloze).
-
-Both divide a file into :class:`Window` objects, which :func:`window_batches` batches for the data ranks. The
-number of ranks does not change which tokens are scored, or their contexts.
-"""
+Both divide a file into :class:`Window` objects, which :func:`window_batches` batches for the data ranks."""
 
 from __future__ import annotations
 
@@ -93,9 +90,8 @@ _KEY = "Offline_Eval.eval_path"
 
 @dataclass(frozen=True)
 class Window:
-    """A run of n + 1 consecutive tokens to evaluate, ``ids``, int64 [n + 1]. The first n are the model's
-    input, the last n the labels. Only the last ``num_scored`` labels count in the result.
-    """
+    """A window of n + 1 consecutive tokens to evaluate, ``ids`` int64 [n + 1]. The first n are the model's
+    input, and the last n the labels. Only the last ``num_scored`` labels count in the result."""
 
     ids: np.ndarray
     num_scored: int
@@ -108,14 +104,9 @@ class EvaluationSet(Protocol):
 
 
 class SlidingWindows:
-    """Overlapping windows over a text, for its perplexity. Together they score each token of the text, except
-    the first, exactly once.
-
-    The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
-    previous one, and scores only its last ``stride`` tokens, with a context of at least
-    ``max_seq_len - stride`` tokens. ``num_words`` is the number of words in the file; ``detokenizer`` names
-    the rules that were applied to it.
-    """
+    """Overlapping windows over a text, for its perplexity. Windows have at most ``max_seq_len`` labels and
+    begin ``stride`` tokens apart. ``num_words`` is the number of words in the file, and ``detokenizer`` names
+    the rules that were applied to it."""
 
     def __init__(
         self, ids: np.ndarray, max_seq_len: int, stride: int, *, num_words: int, detokenizer: str
@@ -134,16 +125,17 @@ class SlidingWindows:
     def __getitem__(self, number: int) -> Window:
         start = number * self._stride
         end = min(start + self._length, self.num_scored)
+        # The first window scores all its labels, and each later one only those after the previous window.
         done = start - self._stride + self._length if number else 0
         return Window(self.ids[start : end + 1], end - done)
 
 
 class LastWords:
-    """The windows of a cloze evaluation. Each is one text, whose last word (without ``cloze_strict``: last
-    token) is to be predicted. Long texts come first, so that the texts of a batch have similar lengths.
-    ``order`` has the original index of each text."""
+    """The windows of a cloze evaluation, one per text, the longest first. The last word of each text (without
+    ``cloze_strict``: the last token) is to be predicted. ``order`` has the original index of each text."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
+        # The texts of a batch have similar lengths, and so little padding.
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
         self._windows = [windows[number] for number in self.order]
 
@@ -163,12 +155,8 @@ def window_batches(
     multiple_of: int = 1,
 ) -> Iterator[MicroBatch]:
     """Yield the batches of windows that one data rank evaluates: ``tokens``, ``position_ids``, ``labels``
-    (int64) and ``loss_mask`` (float32), each ``[b, s]``.
-
-    b is ``batch_size``, or less in the last batch, and is the same on all ranks. s is the length of the
-    rank's longest window in the batch, rounded up to a multiple of ``multiple_of``. Shorter windows and
-    missing rows are padding, with a loss mask of 0.
-    """
+    (int64) and ``loss_mask`` (float32), each ``[b, s]``. b is at most ``batch_size``, and the same on all
+    ranks. s is a multiple of ``multiple_of``. Padding has a loss mask of 0."""
     for start in range(0, len(windows), batch_size * data_size):
         rows = min(batch_size, -(-(len(windows) - start) // data_size))
         first = start + data_rank * rows
@@ -231,8 +219,8 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 
 def count_words(text: str) -> int:
-    """Count the words of a text for its word-level perplexity. The text is split at every single space, so a
-    line end does not separate words, and two spaces in a row enclose an empty word, which counts."""
+    """Count the words of a text for its word-level perplexity. The text is split at every single space, and
+    nowhere else."""
     return len(text.strip().split(" "))
 
 

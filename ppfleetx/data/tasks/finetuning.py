@@ -1,10 +1,7 @@
 """Datasets for finetuning, with one sample per record of a file: GLUE examples, prompts with responses, or
-conversations.
+conversations. Samples are padded on the right to ``max_seq_len`` with the end-of-document token.
 
-Samples are padded on the right to ``max_seq_len`` with the end-of-document token; attention is causal, so no
-real token attends to padding. The loader cuts off positions that are padding in all samples of a step.
-
-A conversation has one of these forms; the last two may also have ``system``, the system message:
+A conversation has one of these forms. The last two may also have ``system``, the system message.
 
 - ``{"messages": [{"role": ..., "content": ...}, ...]}``, optionally with ``tools``,
 - ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}``,
@@ -52,8 +49,8 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line of JSON that is a conversation in any of the supported forms. Returns a dictionary with
-    ``messages``, at least one of them from the assistant, and other keys such as ``tools``. Raises DataError,
-    which names ``place``."""
+    ``messages``. Raises DataError, which names ``place``, if the line is not a conversation with an
+    answer."""
     wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
     record = load_object(line, place, wanted)
     if not is_conversation(record):
@@ -113,7 +110,7 @@ class RecordDataset:
     """Base class of the finetuning datasets.
 
     Attributes:
-        length_multiple: samples of a step have the length of the longest, rounded up to a multiple of this.
+        length_multiple: the length of a step's samples is rounded up to a multiple of this.
         fingerprint: a hash of everything that determines the samples.
     """
 
@@ -160,9 +157,8 @@ class RecordDataset:
 
 
 class GlueDataset(RecordDataset):
-    """Examples of a GLUE task, for finetuning a model as a classifier. An example starts with the tokenizer's
-    own prefix (BOS or nothing). Two sentences are written as ``a <|endoftext|> b``. If an example is too
-    long, tokens are removed at the end of the longer sentence."""
+    """Examples of a GLUE task, for finetuning a model as a classifier. Two sentences are written as ``a
+    <|endoftext|> b``. If an example is too long, tokens are removed at the end of the longer sentence."""
 
     def __init__(
         self,
@@ -226,15 +222,9 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 class PromptResponseDataset(RecordDataset):
     """Prompts with responses, for finetuning a language model with a loss on the responses only.
 
-    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). The loss
-    includes the end-of-document token. Prompt and response are tokenized separately; special tokens in their
-    texts become their ids.
-
-    If a sample is too long, the beginning of the prompt is removed, but not BOS. At least one token stays
-    before the response; if necessary, the end of the response is cut off. If nothing precedes the response,
-    the sample begins with the end-of-document token.
-
-    Raises DataError, with file and line, if the file is missing or a line is not an object with two texts.
+    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). If it is
+    too long, the beginning of the prompt is removed. Raises DataError, with file and line, if the file is
+    missing or a line is not an object with two texts.
     """
 
     @os_errors(DataError)
@@ -262,6 +252,7 @@ class PromptResponseDataset(RecordDataset):
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         given = self.tokenizer.encode_prompt(prompt, add_special_tokens=False)
         learned = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
+        # At least one token stays before the response: if necessary, the end of the response is cut off.
         learned = learned[: self.max_seq_len]
         room = self.max_seq_len + 1 - len(learned)
         prefix = self.tokenizer.prefix_ids[:room]
@@ -301,12 +292,9 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
 class ChatDataset(RecordDataset):
     """Conversations, for finetuning a language model with a loss on the assistant's turns only.
 
-    The chat template writes BOS and the end of each turn. If a conversation is too long, its oldest questions
-    and answers are left out, but not the system message. If the last question and its answer alone are still
-    too long, the end of the text is cut off.
-
+    If a conversation is too long, its oldest questions and answers are left out, but not the system message.
     Raises DataError, with file and line, if the file is missing or a record is not a conversation with an
-    answer; ConfigError if the template does not exist.
+    answer; ConfigError if the chat template does not exist.
     """
 
     @os_errors(DataError)

@@ -24,16 +24,14 @@ _BINARY = ("0", "1")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A GLUE task and the layout of its TSV files, in which quotes have no special meaning.
+    """A GLUE task and the layout of its TSV files.
 
     Attributes:
-        title: GLUE's name of the task, used for the submission file.
+        title: GLUE's name of the task.
         texts, label: the column headers of the one or two sentences, and of the label.
-        labels: the possible labels, in the order of the classes; empty for a regression, whose label is a
-            number from 0 to 5.
+        labels: the possible labels, in the order of the classes; empty for a regression.
         headerless: column numbers by column header, for files without a header line.
-        has_bad_rows: whether to skip rows with a wrong number of fields, which the official train and dev
-            files have.
+        has_bad_rows: whether to skip rows with a wrong number of fields.
         original: the files of the original data set by part (train, dev, test), read if there is no
             ``{part}.tsv``.
     """
@@ -52,8 +50,8 @@ class GlueTask:
         return not self.labels
 
     def file_name(self, part: str) -> str:
-        """Return the name of the submission file for one part of the task, as GLUE requires: ``SST-2.tsv`` or
-        ``MNLI-mm.tsv``. A part that is not a test set adds its name: ``SST-2.dev.tsv``."""
+        """Return the name of the submission file for one part of the task, such as ``MNLI-mm.tsv``, or
+        ``SST-2.dev.tsv`` for a part that is not a test set."""
         half = {"matched": "-m", "mismatched": "-mm"}.get(part.partition("_")[2], "")
         kind = part.partition("_")[0]
         return f"{self.title}{half}.tsv" if kind == "test" else f"{self.title}{half}.{kind}.tsv"
@@ -110,7 +108,7 @@ _HIGHEST_SCORE = 5.0
 @dataclass(frozen=True)
 class GlueExamples:
     """The examples in one file of a GLUE task: one or two ``texts`` each. ``labels`` are class numbers, or
-    scores in a regression; None if they were not read. ``digest`` is a hash of the file."""
+    scores for a regression; None if they were not read. ``digest`` is a hash of the file."""
 
     path: Path
     texts: list[tuple[str, ...]]
@@ -120,9 +118,9 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read one part of a GLUE task: ``{directory}/{part}.tsv`` or, if there is none, the file of the original
-    data set. Most test files need ``with_labels=False``. Raises DataError, with file and line, if the file is
-    missing or not UTF-8, or if a line has a wrong number of fields or no valid label."""
+    """Read one part of a GLUE task from ``directory``. Most test files need ``with_labels=False``. Raises
+    DataError, with file and line, if the file is missing or not UTF-8, or if a line is not a valid
+    example."""
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)
@@ -222,8 +220,7 @@ def require_libraries() -> None:
 
 def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
     """Compute the official metrics of a GLUE task, each between -1 and 1. ``outputs`` are the model's class
-    scores ``[examples, classes]``, or predicted numbers ``[examples, 1]``. A correlation that is undefined,
-    because all predictions are equal, counts as 0."""
+    scores ``[examples, classes]``, or predicted numbers ``[examples, 1]`` for a regression."""
     truth = np.asarray(labels)
     if task == "STSB":
         return _correlations(outputs[:, 0], truth)

@@ -1,19 +1,5 @@
-"""The two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else
-``tokenizers``.
-
-tiktoken is faster, but works differently. A tokenizer like GPT-2's lists *pairs of tokens*: neighbors x and y
-are joined only if the pair (x, y) is listed. tiktoken joins x and y whenever the *bytes* of x + y are a
-token. Both give the same ids if every token passes this test: the merges encode a text that consists of the
-token's bytes only as this one token.
-
-Proof: suppose tiktoken joins x and y to a token T although (x, y) is not listed. No merge has crossed the
-ends of x + y so far. So in a text that consists of T's bytes only, the merges take the same steps, reach
-(x, y) and stop. Then T does not pass the test.
-
-To test a token made from the pair (x, y), `live_ranks` undoes merges step by step, and looks whether a merge
-across the boundary between x and y would have come first. If so, the same argument shows that the merges do
-not produce the token in any text, and `live_ranks` leaves it out.
-"""
+"""The two libraries that encode text for a tokenizer: the faster ``tiktoken`` if it gives the same ids, else
+``tokenizers``."""
 
 from __future__ import annotations
 
@@ -32,10 +18,17 @@ from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT, merge_pairs, token_to
 from ppfleetx.utils.log import get_logger
 
 
+# A tokenizer like GPT-2's joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them
+# whenever the bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each token
+# alone as this one token. Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge
+# has crossed the ends of x + y so far. So in the bytes of T alone, the merges take the same steps, reach
+# (x, y) and stop. The same argument shows that a token which the merges do not make of its own bytes is in no
+# text, so `live_ranks` leaves it out.
+
+
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Convert merges to tiktoken's ranks: ``{token: index in merges}``, in the order of the merges, for every
-    token that the merges can produce, except single bytes. Returns None if a pair is listed before the merge
-    that makes one of its halves, because ranks cannot express this."""
+    """Convert merges to tiktoken's ranks: ``{token: index in merges}``, for every token that the merges can
+    produce, except single bytes. Returns None if ranks cannot express the merges."""
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
     pair_rank: dict[tuple[bytes, bytes], int] = {}
@@ -49,7 +42,7 @@ def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None
         if token in rank or _is_crossed(left, right, index, rank, halves, pair_rank):
             continue
         if token in waiting:
-            return None
+            return None  # a pair was listed before the merge that makes one of its halves
         rank[token] = index
         halves[token] = (left, right)
         pair_rank[left, right] = index
@@ -65,7 +58,7 @@ def _is_crossed(
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
     """Whether the merges, when they encode the bytes ``left + right`` alone, join tokens across the boundary
-    between ``left`` and ``right``. If so, they do not produce the token ``left + right``."""
+    between ``left`` and ``right``."""
     # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
     # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
     # right: a crossing merge comes after a merge that consumes the left token, and before a merge that
@@ -134,9 +127,7 @@ def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | Tok
 
 
 class TokenizersEngine:
-    """Encodes text with any tokenizer, through Hugging Face ``tokenizers``. `TiktokenEngine` has the same
-    methods, except `decode`. It needs none, because it is used only for byte-level tokenizers, whose tokens
-    `Tokenizer` decodes itself."""
+    """Encodes text with any tokenizer, through Hugging Face ``tokenizers``."""
 
     name = "tokenizers"
 
@@ -172,8 +163,7 @@ class TokenizersEngine:
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
         """Encode a text to token ids. With ``special``, special tokens in the text become their ids. With
-        ``continues``, the text follows another text, so no space is added before it. Raises
-        UnicodeEncodeError for a lone surrogate."""
+        ``continues``, no space is added before the text. Raises UnicodeEncodeError for a lone surrogate."""
         text.encode("utf-8")  # tokenizers' own error for a lone surrogate is unclear
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
@@ -182,9 +172,9 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens in parts of it. Each part is a pair in ``spans``: the index of
-        its first character, and of the character after its last. Returns two arrays of length n, the number
-        of tokens: the ids, int64, and whether each token has characters in a span, bool."""
+        """Encode a text, and mark the tokens in parts of it. ``spans`` are the parts, as ranges ``[start,
+        end)`` of characters. Returns the ids, int64 [n], and whether each token has characters in a span,
+        bool [n]."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -313,10 +303,8 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Read the ``pre_tokenizer`` entry of a ``tokenizer.json``. Returns the regular expression that splits a
-    text into pieces, and whether a space is added before the text. Raises Unsupported if tiktoken cannot
-    split in the same way.
-    """
+    """Return the regular expression by which the entry ``pre_tokenizer`` of a ``tokenizer.json`` splits a
+    text, and whether a space is added before the text. Raises Unsupported if tiktoken cannot do the same."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers")
@@ -361,9 +349,9 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens of the vocabulary that no merge makes. With ``ignore_merges``, such a token is used
-    only if it equals a whole piece (word) of the split text. Raises Unsupported if tiktoken could also make
-    such a token by joining two neighbors."""
+    """Return the tokens of the vocabulary that no merge makes. Raises Unsupported if tiktoken could make such
+    a token by joining two neighbors."""
+    # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:
         if len(split_by_ranks(token, live)) == 2:

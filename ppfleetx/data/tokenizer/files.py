@@ -68,7 +68,7 @@ class TokenizerFiles:
     Attributes:
         definition: the content of ``tokenizer.json``, or one made from ``vocab.json`` and ``merges.txt``.
         has_definition: whether there is a ``tokenizer.json``.
-        side_texts: the texts of other files (`SIDE_FILES`), such as ``tokenizer_config.json``, by name.
+        side_texts: the texts of other files (`SIDE_FILES`), by name.
     """
 
     definition: dict[str, Any]
@@ -78,8 +78,7 @@ class TokenizerFiles:
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer's files. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a
-    ``merges.txt``. Other files, such as ``tokenizer_config.json``, are read only from a directory. Raises
-    DataError if there is no tokenizer or its files are damaged."""
+    ``merges.txt``. Raises DataError if there is no tokenizer or its files are damaged."""
     path = Path(path)
     try:
         path.stat()
@@ -111,13 +110,8 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return ``texts``, the contents of the files beside the tokenizer, with the chat templates in
-    ``additional_chat_templates/`` added. If this folder has no templates, ``texts`` is returned unchanged.
-
-    Otherwise all templates are listed under ``chat_template`` in ``tokenizer_config.json``, from which
-    transformers can read them, too. A ``chat_template.jinja`` is listed as ``default``, and its file is left
-    out of the result.
-    """
+    """Return ``texts``, the contents of the files beside the tokenizer, after adding the chat templates in
+    ``additional_chat_templates/`` to ``tokenizer_config.json``."""
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts
@@ -126,6 +120,7 @@ def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, st
     named = {path.stem: _read_text(path, MAX_TEMPLATE_BYTES) for path in files}
     if CHAT_TEMPLATE in texts:
         named = {"default": texts[CHAT_TEMPLATE], **named}
+    # transformers, too, reads templates that are listed in tokenizer_config.json.
     listed = [{"name": name, "template": template} for name, template in named.items()]
     config = texts.get(CONFIG, "{}")
     content = parse_json(config.encode(), str(directory / CONFIG), DataError) | {"chat_template": listed}
@@ -204,14 +199,7 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
     """Return the contents of the files to write for a tokenizer, by name. ``AutoTokenizer.from_pretrained``
-    loads the same tokenizer from these files. ``eod`` is the end-of-document token; None if the vocabulary
-    has none.
-
-    The files that were read beside the tokenizer are always written. If ``tokenizer_config.json`` is not one
-    of them, a new one is written. ``tokenizer.json`` is written, too, unless the tokenizer was read without
-    it but with a ``tokenizer_config.json``. For a tokenizer like GPT-2's, ``vocab.json`` and ``merges.txt``
-    are written in addition.
-    """
+    loads the same tokenizer from them. ``eod`` is the end-of-document token; None if there is none."""
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
     if _has_only_vocab_and_merges(definition):

@@ -1,10 +1,5 @@
-"""Read a tokenizer's directory as Hugging Face transformers does, with its special tokens, prefixes and
-suffixes.
-
-transformers adds tokens from ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json``
-to those in ``tokenizer.json``, and some of its classes replace parts of that file. `as_transformers` gives
-the same ids as transformers 5 for GPT-2 and Llama (``tests/data/tokenizer/test_tokenizer_hf.py``).
-"""
+"""Read a tokenizer's directory as Hugging Face transformers 5 does, with its special tokens, prefixes and
+suffixes. The ids are the same for GPT-2 and Llama (``tests/data/tokenizer/test_tokenizer_hf.py``)."""
 
 from __future__ import annotations
 
@@ -52,11 +47,11 @@ class SideFiles:
         return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
-        """Return the special tokens that have a name in transformers, such as ``bos_token``. If two files
-        name the same token, ``special_tokens_map.json`` takes precedence over ``tokenizer_config.json``.
-        ``defaults`` are the tokenizer class's texts for names that the files do not set."""
+        """Return the special tokens that have a role in transformers, by role, such as ``bos_token``.
+        ``defaults`` are the texts for roles that the files do not set."""
         config = self.read(CONFIG)
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
+        # special_tokens_map.json takes precedence over tokenizer_config.json.
         values: dict[str, Any] = {**defaults, **config, **of_map}
         names = [*_NAMED, *(key for key in values if key.endswith("_token") and key not in _NAMED)]
         kept = {key: values[key] for key in names if isinstance(values.get(key), str | dict)}
@@ -114,10 +109,9 @@ class SideFiles:
         return replace(files, side_texts=texts)
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
-        """Return the tokens that transformers adds to a vocabulary, in the order in which it adds them.
-        ``added`` is the entry ``added_tokens`` of ``tokenizer.json``; it is used only if
-        ``tokenizer_config.json`` has no ``added_tokens_decoder``. ``named`` are the special tokens that have
-        a name, such as ``bos_token``. Raises DataError if a file is damaged."""
+        """Return the tokens that transformers adds to a vocabulary, in its order. ``added`` is the entry
+        ``added_tokens`` of ``tokenizer.json``, and ``named`` are the special tokens that have a role, such as
+        ``bos_token``. Raises DataError if a file is damaged."""
         config, (extra, former) = self.read(CONFIG), self._unnamed_special_tokens()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
@@ -139,16 +133,16 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens that have no name such as ``bos_token``, in two lists. The second list
-        has the tokens under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``; it
-        is empty if another key or file lists special tokens, because transformers then ignores this key. The
-        first list has all other tokens."""
+        """Return two lists of the special tokens that have no role such as ``bos_token``. The second has
+        those under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, and the first
+        all others."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
         more, former = (of_map.get(f"{key}_special_tokens") or [] for key in ("extra", "additional"))
         has_list = any(isinstance(one, list) and one for one in (extra, more))
         tokens = [*self._unnamed(extra), *self._unnamed(more)]
+        # transformers ignores the legacy key if another key or file lists special tokens.
         return tokens, [] if has_list else self._unnamed(former)
 
     def _unnamed(self, listed: Any) -> list[Token]:
@@ -186,7 +180,7 @@ class TransformersTokenizer:
         definition: the content of a ``tokenizer.json``, completed from the other files.
         bos_token, eos_token: texts of BOS and EOS; None if no file names them.
         before, after: the ids that are added before and after a text.
-        named: texts of all special tokens that have a name, such as ``bos_token``.
+        named: texts of the special tokens that have a role, by role, such as ``bos_token``.
     """
 
     definition: dict[str, Any]
@@ -199,12 +193,8 @@ class TransformersTokenizer:
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
     """Complete a tokenizer from the files beside it, as transformers does. ``definition`` is the content of
-    its ``tokenizer.json`` and is not modified. Raises DataError if a file is damaged.
-
-    The ids around a text come from the post-processor. If ``definition`` was made from ``vocab.json`` and
-    ``merges.txt`` (``is_file`` is False), they come from ``add_bos_token`` and ``add_eos_token`` in
-    ``tokenizer_config.json``.
-    """
+    its ``tokenizer.json`` and is not modified. ``is_file`` tells whether that file exists. Raises DataError
+    if a file is damaged."""
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
     named = side.named_tokens(_LLAMA_NAMED if is_llama else {})
@@ -225,6 +215,7 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
         before, after = template_ids(definition.get("post_processor"), side.place)
     else:
         ids = {**vocab, **{one["content"]: one["id"] for one in definition["added_tokens"]}}
+        # Without a tokenizer.json, tokenizer_config.json tells which ids surround a text.
         config, start, end = side.read(CONFIG), bos or END_OF_DOCUMENT, eos or END_OF_DOCUMENT
         before = (ids[start],) if config.get("add_bos_token") is True and start in ids else ()
         after = (ids[end],) if config.get("add_eos_token") is True and end in ids else ()
@@ -234,9 +225,8 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """Add special or ordinary ``tokens`` to ``table``, a dictionary from the text of each added token to its
-    entry. As in the ``tokenizers`` library, a token that is in ``table`` or ``vocab`` keeps its id, and
-    others get the next free one."""
+    """Add ``tokens`` to ``table``, a dictionary from the text of each added token to its entry. A token that
+    is in ``table`` or ``vocab`` keeps its id, and others get the next free one."""
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
@@ -253,9 +243,8 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """Return ``definition`` as the class ``LlamaTokenizer`` of transformers 5 changes it. The normalizer, the
-    pre-tokenizer, the decoder and the options of the BPE model are replaced. The vocabulary, the merges and
-    all other entries, such as the post-processor, are kept."""
+    """Return ``definition`` with the normalizer, pre-tokenizer, decoder and BPE options of the class
+    ``LlamaTokenizer`` of transformers 5."""
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"

@@ -1,6 +1,4 @@
-"""Convert text to token ids and back, with a tokenizer read from a directory. Nothing is downloaded.
-Byte-level BPE is encoded by ``tiktoken`` if it gives the same ids (`ppfleetx.data.tokenizer.backends`), and
-all else by the slower ``tokenizers``."""
+"""Convert text to token ids and back, with a tokenizer read from a directory. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ByteStreamDecoder:
-    """Decodes the ids of a byte-level tokenizer one by one, and holds back the bytes of an incomplete
-    character. ``table`` has the bytes of each id; ids in ``skipped`` produce no text."""
+    """Decodes the ids of a byte-level tokenizer one by one. ``table`` has the bytes of each id; ids in
+    ``skipped`` produce no text."""
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
         self._table, self._skipped = table, skipped
@@ -61,8 +59,7 @@ class ByteStreamDecoder:
 
 class TextStreamDecoder:
     """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
-    earlier tokens. ``after`` are the ids that precede the first id to decode, such as those of the prompt.
-    The class has the same methods as `ByteStreamDecoder`."""
+    earlier tokens. ``after`` are the ids that precede the first id to decode."""
 
     def __init__(
         self,
@@ -107,12 +104,11 @@ class Tokenizer:
 
     - `encode` treats everything as plain text, ``<|endoftext|>`` included, and adds no token. Corpora use it.
     - `encode_prompt` equals Hugging Face's ``AutoTokenizer``: special tokens in the text become their ids,
-      and the post-processor adds its own tokens, such as BOS.
+      and tokens such as BOS are added around it.
     - `encode_continuation` encodes a text that follows a prompt.
 
     ``eod_token`` ends documents and serves as padding. None: the ``eos_token`` of the files or, if they name
-    none, ``<|endoftext|>``. Raises DataError if the files are damaged, or if neither tiktoken nor
-    ``tokenizers`` can encode with them.
+    none, ``<|endoftext|>``. Raises DataError if the files are damaged or of an unknown kind.
     """
 
     def __init__(
@@ -241,8 +237,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 of everything that determines the ids of a text: vocabulary, merges, special tokens,
-        splitting rules. It is the same for ``vocab.json`` with ``merges.txt`` as for an equivalent
-        ``tokenizer.json``. Tokens that `encode_prompt` adds around a text are not included."""
+        splitting rules. Tokens that `encode_prompt` adds around a text are not included."""
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
         of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
@@ -256,8 +251,8 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode ``text`` as plain text: special tokens in it are not recognized, and no token is added. Like
-        all methods that encode, raises DataError for a lone surrogate, which UTF-8 cannot represent."""
+        """Encode ``text`` as plain text: special tokens in it are not recognized, and no token is added.
+        Raises DataError for a lone surrogate, which UTF-8 cannot represent."""
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
@@ -268,10 +263,9 @@ class Tokenizer:
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a prompt, or a text to be evaluated, as Hugging Face's ``AutoTokenizer`` does by default.
-        With ``add_special_tokens``, `prefix_ids` and `suffix_ids` are added around the text. With
-        ``parse_special_tokens``, special tokens in the text become their ids, unless ``split_special_tokens``
-        is set in the tokenizer's directory."""
+        """Encode a prompt as Hugging Face's ``AutoTokenizer`` does by default. With ``add_special_tokens``,
+        `prefix_ids` and `suffix_ids` are added around the text. With ``parse_special_tokens``, special tokens
+        in the text become their ids."""
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
@@ -281,13 +275,9 @@ class Tokenizer:
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens in parts of it, such as the assistant's turns of a chat. Each
-        part is a pair in ``spans``: the index of its first character, and of the character after its last.
-        Special tokens in the text become their ids. No token is added around the text.
-
-        Returns two arrays of length n, the number of tokens: the ids, int64, and whether each token has
-        characters in a span, bool.
-        """
+        """Encode a text, and mark the tokens in parts of it, such as the assistant's turns of a chat.
+        ``spans`` are the parts, as ranges ``[start, end)`` of characters. Special tokens in the text become
+        their ids. Returns the ids, int64 [n], and whether each token has characters in a span, bool [n]."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
@@ -373,13 +363,10 @@ def train_tokenizer(
     min_frequency: int = 2,
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on ``texts``, which are read once and not stored. The same texts
-    always give the same tokenizer. Raises DataError if ``vocab_size`` is too small or there is no text.
-
-    Ids are those of the 256 bytes, then of the merges in the order learned, then of the special tokens, as in
-    GPT-2. The first special token is the end-of-document token. There are fewer than ``vocab_size`` ids if no
-    more pairs of neighbors occur ``min_frequency`` times.
-    """
+    """Train a byte-level BPE tokenizer on ``texts``, with at most ``vocab_size`` tokens. The first special
+    token is the end-of-document token. A merge is learned only if its pair occurs ``min_frequency`` times.
+    The same texts always give the same tokenizer. Raises DataError if ``vocab_size`` is too small or there is
+    no text."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -402,6 +389,7 @@ def train_tokenizer(
     if not counted.characters:
         raise DataError("there is no text to train a tokenizer on")
     trained = [list(pair) for pair in json.loads(library.to_str())["model"]["merges"]]
+    # Ids are in the order of GPT-2: bytes, merges as they were learned, special tokens.
     vocab = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
     for left, right in trained:
         vocab.setdefault(left + right, len(vocab))
