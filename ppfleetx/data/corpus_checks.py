@@ -128,7 +128,7 @@ _FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
     """Check that the token ids of the tokenizer and the corpora are below ``Model.vocab_size``, and return a
-    report as lines of text. Missing files are skipped. Raises DataError for damage or a larger id."""
+    report as lines of text. Missing files are skipped. Raises DataError for a damaged file or a larger id."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -195,7 +195,7 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
     """Check that the token ids of a corpus are below ``vocab_size``. Returns the highest id (-1 if there are
     no tokens), and the number of tokens read. If there are more than ``most_tokens`` tokens, only an evenly
-    spaced sample is read. Raises DataError for any other id."""
+    spaced sample is read. Raises DataError for an id outside the vocabulary."""
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):
         tokens = corpus.flat(first, last)

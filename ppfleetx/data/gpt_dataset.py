@@ -158,8 +158,8 @@ class GPTDataset:
         Raises DataError for an id outside the vocabulary.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
-        ``sample_ids`` int64 [], and with ``reset_attention_mask`` ``document_start`` int32 [s], the first
-        position that each position may attend to.
+        ``sample_ids`` int64 []. With ``reset_attention_mask`` there is also ``document_start`` int32 [s], the
+        first position that each position may attend to.
         """
         window = self._window(max(index, 0))
         sample = make_sample(window, self.options)

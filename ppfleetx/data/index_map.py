@@ -2,8 +2,8 @@
 ``core/datasets/gpt_dataset.py``.
 
 The sequences of a split, repeated for each epoch and shuffled (`document_index`), form one stream of tokens.
-Sample k has the tokens ``[k L, k L + L]`` of the stream, where L is the sequence length. `sample_index` holds
-the start of each sample, and `shuffle_index` the order in which samples are read.
+Sample k consists of the L + 1 tokens of the stream from token k L on, where L is the sequence length.
+`sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
 
 The arrays are cached on disk. Several processes may build them at the same time.
 """

@@ -80,7 +80,7 @@ class GrowingCache:
     def memory(self) -> list[paddle.Tensor]:
         """Return the tensors of the cache: the keys of layer 0, the values of layer 0, the keys of layer 1,
         and so on. Each is [rows, key/value heads, allocated positions, head size]. In the first pass,
-        :meth:`begin` must be called before."""
+        :meth:`begin` must be called first."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:

@@ -138,7 +138,7 @@ def process(
     rules: Rules,
 ) -> paddle.Tensor:
     """Apply ``rules`` to the logits, or log-probabilities, ``[b, V]``. ``num_new`` is the number of new
-    tokens of each row so far, and ``limits [b]`` the most they may get. ``tokens`` returns the token ids of
+    tokens of each row so far, and ``limits [b]`` the maximum numbers. ``tokens`` returns the token ids of
     each row, prompt included."""
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])

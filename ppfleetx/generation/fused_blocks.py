@@ -64,8 +64,9 @@ class FusedBlocks:
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions ``position_ids
-        [b, s]``, and update ``cache``. Returns None, without running, if this pass is not supported."""
+        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions
+        ``position_ids [b, s]``, and update ``cache``. Returns None, without running, if this pass is not
+        supported."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -98,8 +99,9 @@ class FusedBlocks:
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """Collect all weights of the blocks in the layout of the C++ operation. ``add_linear(weights,
-        layer)`` adds the matrix of a linear layer; if it returns False, this method returns None."""
+        """Collect all weights of the blocks in the layout of the C++ operation.
+        ``add_linear(weights, layer)`` adds the matrix of a linear layer; if it returns False, this method
+        returns None."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:

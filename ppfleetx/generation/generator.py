@@ -146,9 +146,10 @@ class TextGenerator(ABC):
                 becomes the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
             on_text: callback for each new piece of text.
-            batch_rows: the maximum number of sequences in one batch. The sequences of one prompt are never
-                divided.
-            first_prompt: the index of the first prompt in the caller's list, on which random numbers depend.
+            batch_rows: the maximum number of sequences in one batch. All sequences of one prompt are in the
+                same batch, even if they are more.
+            first_prompt: if ``prompts`` are part of a larger list, the index of the first. Random numbers
+                depend on it.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.

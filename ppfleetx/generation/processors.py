@@ -93,8 +93,8 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as ``[b,
-    vocab_size]``. All other tokens get 0."""
+    """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
+    ``[b, vocab_size]``. All other tokens get 0."""
     # Sorted by probability, two almost equally likely tokens could be swapped by rounding.
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)

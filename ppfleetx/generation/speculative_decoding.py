@@ -185,16 +185,16 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Return the number of tokens to draft in the next pass, at most ``most``. It is twice ``width``, the
-    number drafted in this pass, if ``all_right``. Otherwise it is ``right``, the number accepted in this
-    pass, but at least 1."""
+    """Return the number of tokens to draft in the next pass: twice ``width`` if all drafts of this pass were
+    accepted (``all_right``), else ``right``, the number of accepted drafts. The result is at least 1 and at
+    most ``most``."""
     # ppfleetx.deploy.static.sampling.next_width computes the same for tensors.
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """Return the maximum number of draft tokens per sequence for the next pass that gives the highest
-    expected tokens per second. ``counts`` are the numbers of draft tokens that the sequences have."""
+    """Return the limit of draft tokens per sequence with the highest expected tokens per second in the next
+    pass. ``counts`` are the numbers of draft tokens that the sequences have."""
 
     def rate(most: int) -> float:
         # A pass computes the same number of positions for every sequence.

@@ -27,7 +27,7 @@ def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
     """Concatenate the corpora ``prefixes`` to a new corpus ``out``. Raises DataError if an input is missing
-    or damaged, if dtypes differ, or if ``out`` is an input, or exists and ``overwrite`` is False."""
+    or damaged, if dtypes differ, or if ``out`` is one of the inputs, or exists and ``overwrite`` is False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")

@@ -106,7 +106,7 @@ class EvaluationSet(Protocol):
 class SlidingWindows:
     """Overlapping windows over a text, for its perplexity. Windows have at most ``max_seq_len`` labels and
     begin ``stride`` tokens apart. ``num_words`` is the number of words in the file, and ``detokenizer`` names
-    the rules that were applied to it."""
+    the rules by which it was detokenized."""
 
     def __init__(
         self, ids: np.ndarray, max_seq_len: int, stride: int, *, num_words: int, detokenizer: str

@@ -157,8 +157,8 @@ class RecordDataset:
 
 
 class GlueDataset(RecordDataset):
-    """Examples of a GLUE task, for finetuning a model as a classifier. Two sentences are written as ``a
-    <|endoftext|> b``. If an example is too long, tokens are removed at the end of the longer sentence."""
+    """Examples of a GLUE task, for finetuning a model as a classifier. Two sentences are written as
+    ``a <|endoftext|> b``. If an example is too long, tokens are removed at the end of the longer sentence."""
 
     def __init__(
         self,

@@ -18,17 +18,15 @@ from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT, merge_pairs, token_to
 from ppfleetx.utils.log import get_logger
 
 
-# A tokenizer like GPT-2's joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them
-# whenever the bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each token
-# alone as this one token. Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge
-# has crossed the ends of x + y so far. So in the bytes of T alone, the merges take the same steps, reach
-# (x, y) and stop. The same argument shows that a token which the merges do not make of its own bytes is in no
-# text, so `live_ranks` leaves it out.
-
-
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
     """Convert merges to tiktoken's ranks: ``{token: index in merges}``, for every token that the merges can
     produce, except single bytes. Returns None if ranks cannot express the merges."""
+    # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them
+    # whenever the bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each
+    # token alone as this one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No
+    # merge has crossed the ends of x + y so far. So in the bytes of T alone, the merges take the same steps,
+    # reach (x, y) and stop. By the same argument, a token that the merges do not make of its own bytes is in
+    # no text, and is left out here.
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
     pair_rank: dict[tuple[bytes, bytes], int] = {}
@@ -172,9 +170,9 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens in parts of it. ``spans`` are the parts, as ranges ``[start,
-        end)`` of characters. Returns the ids, int64 [n], and whether each token has characters in a span,
-        bool [n]."""
+        """Encode a text, and mark the tokens in parts of it. ``spans`` are the parts, as ranges
+        ``[start, end)`` of characters. Returns the ids, int64 [n], and whether each token has characters in a
+        span, bool [n]."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)

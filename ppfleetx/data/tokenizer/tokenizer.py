@@ -104,7 +104,7 @@ class Tokenizer:
 
     - `encode` treats everything as plain text, ``<|endoftext|>`` included, and adds no token. Corpora use it.
     - `encode_prompt` equals Hugging Face's ``AutoTokenizer``: special tokens in the text become their ids,
-      and tokens such as BOS are added around it.
+      and tokens such as BOS are added around the text.
     - `encode_continuation` encodes a text that follows a prompt.
 
     ``eod_token`` ends documents and serves as padding. None: the ``eos_token`` of the files or, if they name
