@@ -76,8 +76,8 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
-    """Describe a damaged block in a sentence, with the documents that it damages. ``corpus`` is None if its
-    index cannot be read; the documents are then not named."""
+    """Describe a damaged block in a sentence, which names the damaged documents if the block is in the
+    ``.bin`` file. ``corpus`` is None if its index cannot be read; the documents are then not named."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
