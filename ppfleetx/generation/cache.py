@@ -73,8 +73,8 @@ class GrowingCache:
         return keys, values, self._penalty(window, keys.shape[2])
 
     @property
-    def follows(self) -> bool:
-        """Whether the cache held columns before the current pass; False in the first pass."""
+    def has_past(self) -> bool:
+        """Whether the cache held tokens before the current pass; False in the first pass."""
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:

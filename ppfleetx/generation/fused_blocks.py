@@ -72,7 +72,7 @@ class FusedBlocks:
         weights = self.weights(position_ids.size, cache.length)
         if weights is None:
             return None
-        if not cache.follows:
+        if not cache.has_past:
             attention = self._blocks[0].attention
             cache.begin(len(self._blocks), hidden.shape[1], attention.num_groups, attention.head_dim)
         return self.run_with(

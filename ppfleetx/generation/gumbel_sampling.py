@@ -58,8 +58,8 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
     """Sample one token per row with the Gumbel-max trick. ``weights [b, V]`` float32 are unnormalized
-    probabilities, and ``exponentials [b, n]`` float32 the random numbers of this step from each row's
-    `RandomStream`. Returns token ids ``[b]`` int64."""
+    probabilities. ``exponentials [b, n]`` float32 are the random numbers of this step from each row's
+    `RandomStream`, n = `race_size` (V). Returns token ids ``[b]`` int64."""
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_with_numpy(weights.numpy(), exponentials.numpy()))
     return draw_by_operations(weights, exponentials)

@@ -118,7 +118,7 @@ class NextTokenModel:
         if self.switch_length is not None:
             position_ids = state[1]
         fused = None if paddle.is_grad_enabled() or self._layer_by_layer else self._fused
-        if fused is not None and (cache.follows or fused.takes_prompts):
+        if fused is not None and (cache.has_past or fused.takes_prompts):
             done = fused.run(state[0], position_ids, cache)
             if done is not None:
                 return done

@@ -173,9 +173,9 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """Return the chat template ``given``, which is the name of one of the tokenizer's templates, or a file.
-    None: the default, as in `find_template`. ``key`` is the name of the user's option, for messages. Raises
-    UserError."""
+    """Return the chat template that the user has chosen. ``given`` is the name of one of the tokenizer's
+    templates or a file; None: the default, as in `find_template`. ``key`` is the name of the user's option,
+    for messages. Raises UserError."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
