@@ -1,8 +1,7 @@
 """Self-attention with grouped key/value heads, rotary positions and a key/value cache.
 
 Shape letters: s positions, b batch, h hidden size, g key/value heads on this rank, r query heads per
-key/value head, d head size. Multi-head attention is r = 1; multi-query attention has one key/value head in
-total.
+key/value head, n = g r query heads, q query positions, k key positions, d head size.
 """
 
 from __future__ import annotations
@@ -31,26 +30,25 @@ class KeyValueCache(Protocol):
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key, value [b, g, s, d]`` of the new positions. Each position may attend to ``window``
-        earlier positions; None: all.
+        """Append ``key, value [b, g, s, d]`` of the new positions.
+
+        Args:
+            window: number of earlier positions that each position may attend to; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
-                mask is None, the last key is that of the last new position, and the masks of
-                :mod:`ppfleetx.nn.masks` apply.
+            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. The
+                mask is None if the masks of :mod:`ppfleetx.nn.masks` apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:
         """Return the number of tokens of each row's sequence, including the new positions, as ``[b or 1, 1]``
-        int64. While a prompt is run in chunks, this is the length of the whole prompt."""
+        int64. A prompt that is run in chunks counts as a whole."""
 
 
 class HeadAttention(nn.Layer):
-    """Base class of attention layers. It computes attention from queries, keys and values; subclasses make
-    the projections.
+    """Base class of attention layers, without projections to queries, keys and values.
 
     Args:
-        layer_index: index of this layer in the key/value cache.
         recompute_core: whether the backward pass recomputes scores and attention weights.
     """
 
@@ -100,9 +98,8 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Attend from ``query [b, g, r, q, d]`` to ``key, value [b, g, k, d]`` within the layer's attention
-        window and after ``document_start [b, q]``. A ``penalty`` is added to the scores in place of all
-        masks."""
+        """Compute attention of ``query [b, g, r, q, d]`` to ``key, value [b, g, k, d]``. A ``penalty`` is
+        added to the scores and replaces all masks."""
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
@@ -111,12 +108,8 @@ class HeadAttention(nn.Layer):
 
 
 class Attention(HeadAttention):
-    """Causal self-attention on ``[s, b, h]``.
-
-    The columns of the fused projection are grouped by key/value head, ``[g][q ... q, k, v][d]``, so a slice
-    of whole groups is a smaller attention of the same kind. Norms of queries and keys are applied before
-    rotary positions.
-    """
+    """Causal self-attention on ``[s, b, h]``. The columns of the fused projection are ordered by key/value
+    head: ``[g][q ... q, k, v][d]``."""
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
         super().__init__(factory, spec, **options)
@@ -140,13 +133,12 @@ class Attention(HeadAttention):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Run attention.
+        """Run attention on ``hidden [s, b, h]``.
 
         Args:
-            hidden: ``[s, b, h]``.
             position_ids: ``[b, s]``, required with rotary positions or linear biases.
             document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
-            cache: keys and values of earlier positions. This call appends to the cache.
+            cache: keys and values of earlier positions, to which this call appends.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
         if self.norms_outside:  # before the exchange moves heads to other ranks
@@ -194,7 +186,7 @@ class Attention(HeadAttention):
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``,
-        and apply rotary positions. Linear biases (ALiBi) append two features to queries and keys only."""
+        and apply the position embedding. Linear biases (ALiBi) make queries and keys two features wider."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -205,12 +197,10 @@ class Attention(HeadAttention):
     def _with_biases(
         self, query: paddle.Tensor, key: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Apply ALiBi without a bias tensor: append two features to queries and keys, whose product is the
-        head's slope times the key's position.
-
-        ALiBi is defined by the distance between query and key, but the softmax gives the same result for the
-        key's position. The position is split into two numbers that 16 bits represent exactly.
-        """
+        """Append two features to queries and keys, so that their product adds the linear biases (ALiBi) to
+        the scores."""
+        # ALiBi is defined by the distance between query and key, but the softmax gives the same result for
+        # the key's position. The position is split into two numbers that 16 bits represent exactly.
         groups, per_group, length, size = query.shape[1:]
         heads = (self.num_heads, self._first_head(groups * per_group), groups * per_group, size + 2)
         # A constant in an exported program; otherwise cached per device instead of copied in each pass.
@@ -254,24 +244,23 @@ class Attention(HeadAttention):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Return the slopes ``[num_heads]`` of linear biases (ALiBi, Press et al., 2022).
-
-    With n the largest power of two up to ``num_heads``, the first n slopes are powers of ``2 ** (-8 / n)``;
-    further heads get every second slope of 2n heads.
-    """
+    """Return the slopes ``[num_heads]`` of linear biases (ALiBi, Press et al., 2022)."""
     below = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    # Further heads get every second slope of twice as many heads.
     slopes += [2 ** (-8 * (2 * i + 1) / (2 * below)) for i in range(num_heads - below)]
     return np.array(slopes)
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
     """Return the two features that linear biases (ALiBi) append to the queries of each head, ``[count, 2]``
-    float32. The rank's ``count`` heads start with head ``first`` of the model.
+    float32.
 
-    Keys get the features position // 256 and position % 256. So the features of queries are the head's slope
-    times 256, and the slope. Both are multiplied by ``sqrt(width)``, because kernels divide scores by it.
+    Args:
+        first, count: index of this rank's first head in the model, and number of this rank's heads.
+        width: number of features of a query, including these two.
     """
+    # The features of keys are position // 256 and position % 256. Kernels divide scores by sqrt(width).
     slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
     return np.stack([slopes * 256, slopes], axis=-1).astype(np.float32)
 

@@ -1,8 +1,4 @@
-"""Declarations of self-attention and latent attention: sizes, parameters and cost. No Paddle.
-
-Abbreviations in the code: ``q``, ``kv``, ``v`` are the bytes of all queries, of all keys (or values), and of
-values of another width, on one rank; ``e`` is the bytes of one number.
-"""
+"""Declarations of self-attention and latent attention: sizes, parameters and cost, without Paddle."""
 
 from __future__ import annotations
 
@@ -16,6 +12,9 @@ from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, parameters_withi
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.nn.tape import Step, Tape
 
+# In this file, q, kv and v are the bytes of all queries, of all keys (or values), and of values of another
+# width, on one rank; e is the bytes of one number.
+
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
     """Describe which columns of a fused attention projection are queries, keys and values. The columns are
@@ -24,8 +23,8 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Return one :class:`Part` per name of a fused matrix whose columns repeat a series of blocks, such as
-    query, key, value. ``widths``: number of columns of each block, by name and in order."""
+    """Describe a fused matrix whose columns repeat a series of named blocks (such as query, key, value) with
+    these ``widths``."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -39,20 +38,16 @@ class AttentionSpec:
 
     Attributes:
         layer: class of the layer; a subclass may set another class.
-        num_heads: number of query heads.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
             Ainslie et al., 2023).
-        qkv_bias: whether the projection to queries, keys and values has a bias.
         init: initial values of the projection to queries, keys and values.
         output_init: initial values of the output projection.
-        dropout: dropout probability of the attention weights.
         window: number of earlier positions that a position attends to; None: all.
-        head_norm: norm of queries and keys, per head (Henry et al., 2020) or over all heads.
+        head_norm: norm of queries and keys (Henry et al., 2020); None: no norm.
         rotary_size: number of features of each head with rotary positions; None: no rotary positions.
         has_biases: whether scores get linear biases by distance (ALiBi, Press et al., 2022).
         score_scale: factor of the scores; None: ``1 / sqrt(head_dim)``.
         softcap: soft cap of the scores; None: no cap.
-        softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.attention:Attention"
@@ -200,12 +195,11 @@ def core_operations(
 
 @dataclass(frozen=True)
 class CoreSizes:
-    """Bytes of the tensors in the attention core (scores, softmax, context) on one rank.
+    """Sizes of the attention core (scores, softmax, context) on one rank.
 
     Attributes:
-        num_heads: number of query heads of the model.
-        query, key, value, context: bytes of each tensor, for all heads on this rank.
-        capped: whether scores have a soft cap.
+        num_heads: number of query heads of the whole model.
+        query, key, value, context: bytes of each tensor on this rank.
     """
 
     num_heads: int
@@ -222,7 +216,6 @@ class CoreSizes:
 
         Args:
             heads: bytes of queries, keys and values to keep for the backward pass.
-            recompute: whether the backward pass recomputes scores, softmax and context.
         """
         core = self._steps(work)
         if recompute:
@@ -267,25 +260,20 @@ class CoreSizes:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Declaration of multi-head latent attention: keys and values are projected from one compressed vector
-    per position (DeepSeek-AI, "DeepSeek-V2", 2024).
+    """Declaration of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     Attributes:
         layer: class of the layer; a subclass may set another class.
         q_rank: width of the compressed queries; None: queries are projected from the hidden states.
-        kv_rank: width of the compressed keys and values.
-        rope_head_dim: features of each query and key with rotary positions. All heads share these features of
-            the key.
-        nope_head_dim: features of each query and key without positions.
-        value_head_dim: width of a value.
+        kv_rank: width of the compressed vector from which keys and values are projected.
+        rope_head_dim: number of features of each query and key with rotary positions.
+        nope_head_dim: number of features of each query and key without positions.
         norm: kind and epsilon of the norms of compressed vectors.
         down_bias: whether the projections to compressed vectors have a bias.
         init: initial values of all projections except the output projection.
         output_init: initial values of the output projection.
-        dropout: dropout probability of the attention weights.
         window: number of earlier positions that a position attends to; None: all.
         score_factor: factor of the scores, in addition to ``1 / sqrt(head_dim)``.
-        softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.latent_attention:LatentAttention"

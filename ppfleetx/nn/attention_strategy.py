@@ -1,8 +1,4 @@
-"""Context parallelism: attention over whole sequences when each rank holds only some of the positions.
-
-Outside attention, each position is computed independently, so each rank along sep holds some of the positions
-of every sequence. A strategy defines the positions of a rank outside and inside attention, and the exchange
-between ranks before and after attention.
+"""Context parallelism: attention over whole sequences whose positions are divided over the ranks.
 
 Shape letters: s positions, b batch, g key/value heads on this rank, r query heads per key/value head, d head
 size.
@@ -27,17 +23,16 @@ may attend to; None: no limit.
 
 
 class AttentionStrategy:
-    """The strategy without context parallelism, and base class of others: each rank has whole sequences.
+    """Base class of context-parallel strategies. Used directly, it is the strategy without context
+    parallelism.
 
     Attributes:
-        group: process group of the ranks that hold different positions of the same sequences; None: no such
-            ranks.
-        has_own_core: whether a subclass overrides :meth:`core`. Kernels for packed queries, keys and values
-            are then not used.
+        group: process group of the ranks that divide the positions of a sequence; None: no ranks do.
+        has_own_core: whether the class overrides :meth:`core`; a subclass that does must set it.
     """
 
     group: Any = None
-    has_own_core = False
+    has_own_core = False  # True rules out kernels for packed queries, keys and values
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         """Return the part of ``ids [b, s]`` (whole sequences) at this rank's positions outside attention."""
@@ -48,9 +43,9 @@ class AttentionStrategy:
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Exchange the fused projection's output ``[s, b, g, r + 2, d]`` before attention: g groups of heads
-        with r queries, one key and one value each. The result has the positions and groups for which this
-        rank computes attention. Latent attention passes other sizes of the last two dimensions."""
+        """Exchange queries, keys and values ``[s, b, g, r + 2, d]`` among the ranks before attention. Returns
+        those for which this rank computes attention."""
+        # Latent attention passes other sizes of the last two dimensions.
         return qkv
 
     def core(

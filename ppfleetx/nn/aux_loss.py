@@ -2,15 +2,13 @@
 
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
-returns ``hidden`` unchanged; its backward pass starts the gradient of the loss, so the loss need not be
-passed to the end of the model. This works in any layer of any pipeline stage. All losses with the same name
-add this term to the loss of a step:
+returns ``hidden`` unchanged; its backward pass starts the gradient of the auxiliary loss. A layer of any
+pipeline stage may call it. All losses with the same name add this term to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
-The divisor is a count over the whole step, known before its first forward pass, so the loss does not depend
-on the parallel plan, micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the
-values over layers and valid tokens, without the weight. The logged ``loss`` is only the loss of the task.
+The metric ``name`` is the mean of the values over layers and valid tokens, without the weight. The logged
+``loss`` is only the loss of the task.
 
 Shape letters: s positions of the hidden states on this rank, b rows of the micro batch.
 """
@@ -49,12 +47,10 @@ class AuxLoss:
     Attributes:
         name: name of the metric, declared by the architecture or the task.
         value: ``[s, b]`` for divisor ``tokens``, ``[b]`` for ``sequences``, a scalar for ``step``.
-        weight: weight of the loss.
-        divisor: ``tokens`` or ``sequences``: the number of valid tokens or sequences of the step; values of
-            invalid ones are ignored. ``step``: 1, so values of all micro batches and ranks are summed.
-        same_on: axes whose ranks hold the same value rather than shares of a sum. None: the axes whose ranks
-            hold the same hidden states. A value that the layer has reduced to whole sequences is the same on
-            ``("mp", "sep")``.
+        divisor: divisor of the sum of the values over a step: the number of valid ``tokens`` or
+            ``sequences``, or 1 (``step``). Values of invalid tokens and sequences are ignored.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, ranks hold shares
+            of a sum. None: the axes whose ranks hold the same hidden states.
     """
 
     name: str
@@ -78,11 +74,10 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class AuxLossScope:
-    """Tracks which micro batch of a step each layer is processing, so that auxiliary losses in the layer get
-    the right mask and divisor.
+    """Tracks which micro batch of a step each layer is processing, for the auxiliary losses of the layer.
 
     Args:
-        record: called once with the metric of each loss, even if the layer is recomputed.
+        record: called once with the name and the metric of each loss.
     """
 
     def __init__(
@@ -110,10 +105,9 @@ class AuxLossScope:
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
         """Context manager for one optimizer step over ``micro_batches``, in which layers may attach losses.
-        If a layer runs more often than there are micro batches, the further runs attach no loss.
 
         Args:
-            divisors: divisors of the losses; None: losses get no gradient.
+            divisors: result of :func:`divisors_of`; None: losses get no gradient.
             loss_scale: factor of all gradients.
         """
         self._micro_batches, self._divisors, self._loss_scale = micro_batches, divisors, loss_scale
@@ -142,12 +136,12 @@ class AuxLossScope:
             return
         micro_batch = self._passes.get(layer, 0)
         self._passes[layer] = micro_batch + 1
-        if micro_batch < len(self._micro_batches):
+        if micro_batch < len(self._micro_batches):  # further runs of the layer attach no loss
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the loss weights of a micro batch's positions ``[s, b]`` or rows ``[b]``. Those of positions
-        are the loss mask; a row has weight 1 if any of its positions counts, else 0."""
+        """Return the loss weights of a micro batch's positions, ``[s, b]`` (the loss mask), or of its rows,
+        ``[b]``."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -157,8 +151,7 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return by how much one micro batch increases the count of a metric. The sum of these counts over
-        all micro batches and data ranks is the divisor of the metric's mean."""
+        """Return what one micro batch adds to the count by which the sum of a metric is divided."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())

@@ -1,10 +1,5 @@
-"""Chunked loss: head and loss are computed in chunks ("pieces") of positions, so that the logits of a micro
-batch never exist as a whole.
-
-For each chunk, the forward pass computes the logits, the loss and its gradients, and frees the logits. The
-backward pass only scales those gradients. No product is computed twice. Between the passes, the gradients of
-the head's weight and input are kept (Hsu et al., Liger Kernel, 2024, section 3.2, do the same in one GPU
-kernel).
+"""Chunked loss: head and loss are computed in chunks ("pieces") of positions, so that the logits never exist
+as a whole (Hsu et al., Liger Kernel, 2024, section 3.2).
 
 Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits on this rank.
 """
@@ -34,7 +29,6 @@ class ChunkTarget:
 
     Attributes:
         labels, mask: ``[b, s]`` at this rank's positions.
-        function: the function to apply to each chunk; in training, the loss.
     """
 
     labels: paddle.Tensor
@@ -43,10 +37,9 @@ class ChunkTarget:
 
 
 class DeferredLogits:
-    """A placeholder for logits, from which the loss requests the logits chunk by chunk.
+    """A placeholder for logits that are computed chunk by chunk when the loss needs them.
 
     Args:
-        head: the head, called through its hooks as in any forward pass.
         hidden: ``[s, b, h]``, the input of the head.
     """
 
@@ -69,13 +62,11 @@ class DeferredLogits:
 
 
 class ChunkedHead(nn.Layer):
-    """A head that can return :class:`DeferredLogits` instead of logits.
+    """Base class of heads that can return :class:`DeferredLogits` instead of logits.
 
     Args:
         num_pieces: number of chunks of positions; 1: the head always returns logits.
-        matmul: multiplies by the head's weight. It must not defer weight gradients, because the head's
-            gradients are complete before the backward pass begins.
-        softcap: soft cap of the logits; None: no cap.
+        matmul: multiplies by the head's weight. It must not defer weight gradients.
     """
 
     def __init__(
@@ -84,6 +75,7 @@ class ChunkedHead(nn.Layer):
         super().__init__()
         self.softcap = softcap
         self.num_pieces, self._loss_follows = num_pieces, False
+        # Not deferring, because the head's gradients are complete before the backward pass begins.
         self._matmul = matmul or Matmul()
 
     @contextmanager

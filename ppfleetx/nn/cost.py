@@ -1,7 +1,7 @@
-"""Cost of layers: the sizes that cost depends on, and the operations of a forward pass. No Paddle.
+"""Cost of layers: the sizes that it depends on, and the operations of a forward pass, without Paddle.
 
-A multiply-add counts as two operations. Attention counts all pairs of positions, as in the Megatron papers;
-flash attention counts the causal half only.
+A multiply-add counts as two floating-point operations. Attention counts all pairs of positions; flash
+attention counts only the causal half.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _REPEATED: dict[str, tuple[Part, ...]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What the cost of a layer depends on besides its declaration: one micro batch on one rank.
+    """One micro batch on one rank, and the parallel degrees and number formats on which the cost of a layer
+    depends.
 
     Attributes:
         micro_batch: number of sequences.
         seq_len: tokens per sequence, over all context-parallel ranks.
-        mp, sep, sequence_parallel: parallel degrees and the slicing of positions.
-        activation_bytes, parameter_bytes, gradient_bytes: bytes of one number of each kind.
-        kernels: the implementation to count, see :data:`Kernels`.
-        ep, emp: number of ranks that divide the experts of a layer, and that slice each expert; None: ``mp``.
-        imbalance: most rows that the experts of one rank get, divided by the mean over ranks.
+        activation_bytes, parameter_bytes, gradient_bytes: bytes of one number.
+        kernels: the implementation whose operations are counted.
+        ep: number of ranks that divide the experts of a layer.
+        emp: number of ranks that slice each expert; None: ``mp``.
+        imbalance: largest number of rows for the experts of one rank, divided by the mean over ranks.
     """
 
     micro_batch: int
@@ -98,16 +99,14 @@ class Operation:
     """One operation of a forward pass, with its cost in the forward and the backward pass.
 
     Attributes:
-        kind: ``matmul`` with weights, ``scores`` (batched product of activations), ``flash`` or
+        kind: ``matmul`` (product with a weight), ``scores`` (product of activations), ``flash`` or
             ``elementwise``.
-        part: part of the block that recomputation repeats as a unit; ``core`` is inside ``attention``.
-        flops: floating-point operations of the forward pass. The backward pass takes twice as many, or 2.5
-            times with flash attention, which recomputes the scores.
-        num_bytes: bytes read and written in the forward pass, without the operands of a product.
-        backward_bytes: the same for the backward pass.
+        part: part of the block that recomputation repeats as a unit.
+        flops: floating-point operations of the forward pass.
+        num_bytes, backward_bytes: bytes read and written in each pass, without the operands of a product.
         kernels: kernel launches in the forward pass.
-        narrowest: smallest dimension of a product with weights, else 0.
-        operands: elements of input and output of a product with weights, which the weight's gradient reads.
+        narrowest: smallest dimension of a product with a weight, else 0.
+        operands: number of elements of the input and output of a product with a weight, else 0.
     """
 
     name: str
@@ -122,7 +121,7 @@ class Operation:
 
     @property
     def backward_flops(self) -> float:
-        return self.flops * (2.5 if self.kind == "flash" else 2.0)
+        return self.flops * (2.5 if self.kind == "flash" else 2.0)  # flash attention recomputes the scores
 
     def is_repeated(self, recompute: Recompute) -> bool:
         """Return whether recompute granularity ``recompute`` runs this operation a second time."""

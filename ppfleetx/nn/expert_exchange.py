@@ -1,21 +1,11 @@
 """All-to-all exchange that sends hidden states to the ranks of their experts and back (expert parallelism;
 Lepikhin et al., "GShard", 2020).
 
-A mixture layer gathers one row of hidden states per choice of an expert, sorted by expert. Experts are
-divided among the ranks along ``ep``. Ranks exchange the numbers of rows, then the rows; nothing is dropped.
-If each expert's matrices are sliced, the ranks along ``emp`` gather each other's rows, and sum the outputs of
-their slices.
-
-Across nodes the exchange can have two levels, to send fewer and larger messages (hierarchical all-to-all: Nie
-et al., "HetuMoE", and Hwang et al., "Tutel", 2022). A rank's *place* is its index within its node. A rank
-sends the rows for all experts of a node in one message, to the rank with the same place there; then the ranks
-of a node exchange what they received. Experts receive the same rows in the same order as with one level.
-
-The backward pass is the same exchange in the other direction. All ranks take part in every exchange, even
-without rows.
+The exchange can have two levels, between nodes and inside a node (Nie et al., "HetuMoE", and Hwang et al.,
+"Tutel", 2022). All ranks take part in every exchange, even without rows.
 
 Shape letters: n rows of this rank, h hidden size, E experts of a layer; in tables of row counts, a nodes, i
-places on a node.
+ranks per node.
 """
 
 from __future__ import annotations
@@ -35,20 +25,17 @@ from ppfleetx.distributed.transfer import read, upload
 
 
 class ExpertExchange:
-    """The exchange of hidden states among the expert-parallel ranks of a pipeline stage. Without process
-    groups, all experts are on this rank and nothing is sent.
+    """The exchange of hidden states among the expert-parallel ranks of a pipeline stage.
 
     Args:
         ep: group of the ranks among which experts are divided; None: every rank has all experts.
         emp: group of the ranks that slice each expert's matrices; None: experts are whole.
         alike: group of the ranks that hold the same rows; None: no other rank holds them.
-        levels: two groups of ranks along ``ep`` for an exchange in two levels
-            (:func:`~ppfleetx.config.mesh.levels_of`): those with this rank's index on every node, and those
-            on this rank's node.
+        levels: this rank's groups between nodes and inside its node
+            (:func:`~ppfleetx.config.mesh.levels_of`); None: the exchange has one level.
 
     Attributes:
-        adds_output_bias: whether this rank adds the bias of the experts' output; exactly one rank along
-            ``emp`` does.
+        adds_output_bias: whether this rank adds the bias of the experts' output; one rank along ``emp`` does.
     """
 
     def __init__(
@@ -91,7 +78,7 @@ class RoundTrip:
 
     def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
         """Wait for the rows of this rank's experts. Return them sorted by expert, and the number of rows per
-        expert on the host. Work queued before this call overlaps the exchange."""
+        expert."""
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
@@ -116,24 +103,19 @@ class _Travel(RoundTrip):
         return _Return.apply(outputs, self._route)
 
 
+# With two levels, a rank sends the rows for all experts of a node to the rank with the same place (index in
+# its node) there, which forwards them. Experts receive the same rows in the same order as with one level.
 @dataclass(frozen=True)
 class Route:
-    """How many rows travel between which ranks when rows of hidden states are sent to their experts and back.
-
-    An exchange with two levels first sends rows to a node (process group ``between``), then to a rank inside
-    the node (process group ``within``). With one level, every rank along ``ep`` counts as a node of its own,
-    and ``within`` is None. The ranks along ``emp`` slice the matrices of the same experts.
-
-    A rank that would send, forward or receive no rows sends itself one row of zeros for its last expert,
-    because Paddle's collectives and operators do not accept empty tensors on every device.
+    """The numbers of rows that ranks send and receive when rows travel to their experts and back. In an
+    exchange with one level, every rank along ``ep`` counts as a node.
 
     Attributes:
         sent: number of rows that this rank sends to each node.
-        passing: ``[a, i]``, number of rows that this rank receives from node a and forwards to the rank with
-            index i (its "place") in its own node.
-        table: ``[emp, i, a, experts of this rank]``: for each rank along ``emp``, the number of rows that it
-            receives from place i of node a for each expert, in the order of arrival.
-        zeros_at: index of the row of zeros among the rows sent; None: there is no such row.
+        passing: ``[a, i]``, number of rows from node a that this rank forwards to rank i of its own node.
+        table: ``[emp, i, a, experts of this rank]``, number of rows that each rank along ``emp`` receives
+            from rank i of node a for each expert.
+        zeros_at: index of a row of zeros among the rows sent; None: there is no such row.
         between, within, emp: the process groups, or None.
     """
 
@@ -155,6 +137,8 @@ class Route:
         passing = _exchanged(counts, between)
         table = passing.reshape([nodes, places, -1]).transpose([1, 0, 2])
         table = _exchanged(table.reshape([-1]), within)
+        # A rank that would send, forward or receive no rows sends itself a row of zeros for its last expert:
+        # Paddle's collectives and operators do not accept empty tensors on every device.
         lacks = paddle.logical_or(counts.sum() == 0, table.sum() == 0)
         if within is not None:
             lacks = paddle.logical_or(lacks, passing.sum() == 0)
@@ -301,14 +285,15 @@ def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
-    """Return the indices that sort received rows by expert. Rows arrive ordered by slice, place, node and
-    expert; each expert's rows are then ordered by slice, node and place. A slice is a rank along ``emp``; a
-    place is a rank's index in its node.
+    """Return the indices that sort received rows by expert.
 
     Args:
-        table: number of rows, ``[slice, place, node, expert]``.
+        table: number of rows, ``[slice, place, node, expert]``. A slice is a rank along ``emp``; a place is a
+            rank's index in its node.
         stride: the rows of slice ``j`` start at ``j * stride``.
     """
+    # Rows arrive ordered by slice, place, node and expert; each expert's rows are then ordered by slice, node
+    # and place.
     slices = len(table)
     lengths = table.reshape(slices, -1)
     begins = lengths.cumsum(1) - lengths + stride * np.arange(slices)[:, None]

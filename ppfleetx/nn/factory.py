@@ -1,8 +1,5 @@
-"""Layer factories: plain layers with whole parameters, or fleet's sliced layers under tensor parallelism.
-
-Blocks get their layers from a factory and never read a parallel degree. All effects of a plan on layers are
-in this file.
-"""
+"""Layer factories: plain layers with whole parameters, or fleet's sliced layers under tensor parallelism. All
+effects of a parallel plan on layers are in this file."""
 
 from __future__ import annotations
 
@@ -86,10 +83,9 @@ def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
 
 
 class LocalFactory:
-    """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model whose parameters are not sliced.
+    """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model without tensor parallelism.
 
     Attributes:
-        keeps_weights: whether weights keep their values and memory after their first use.
         mesh, rank: the device mesh and this rank, which determine the slices of parameters.
     """
 

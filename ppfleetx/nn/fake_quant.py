@@ -1,12 +1,5 @@
-"""Fake quantization: tensors rounded to integers times a scale, with straight-through gradients.
-
-The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
-gradient ignores the rounding (Bengio et al., 2013), and is 0 for values beyond the bound.
-
-A bound is a maximum over a whole tensor, so results do not depend on the parallel plan. All micro batches of
-a step round a linear's input with the moving average from the beginning of the step; after the step, the
-maximum over the global batch updates the average once.
-"""
+"""Fake quantization: tensors are rounded to integers times a scale, with straight-through gradients (Bengio
+et al., 2013)."""
 
 from __future__ import annotations
 
@@ -40,12 +33,11 @@ def levels_of(bits: int) -> int:
 def on_grid(
     x: paddle.Tensor, bound: paddle.Tensor, bits: int, *, reaches_beyond: bool = True
 ) -> paddle.Tensor:
-    """Fake-quantize ``x``: round each element to the nearest of equidistant values from ``-bound`` to
-    ``bound``. The values are ``i * bound / L`` for integers i from -L to L, with L = 2^(bits - 1) - 1. Ties
-    go to even i.
+    """Round each element of ``x`` to the nearest of ``2^bits - 1`` equidistant values from ``-bound`` to
+    ``bound``.
 
     Args:
-        x: any shape and floating type; computed in float32.
+        x: any shape and floating type.
         bound: float32, broadcast to ``x``; gets no gradient.
         bits: 2 to 16.
         reaches_beyond: whether elements of ``x`` may exceed the bound. If so, they are clipped to it.
@@ -121,17 +113,16 @@ def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
 class FakeQuantizer(nn.Layer):
     """Rounds the weight and the input of one linear.
 
-    Its parameters, as far as configured: ``input_scale [1]``, the moving average of the input's largest
-    magnitude, which is not trained (0 means no input has been seen, and inputs are not rounded);
-    ``weight_clip [1]`` and ``input_clip [1]``, the learned clipping factors.
-
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: takes a maximum over the ranks that slice the weight. With one scale per output channel,
-            these are only the ranks that slice the same channels.
-        over_input: takes a maximum over the ranks that slice a token's input features.
-        follows: whether training updates ``input_scale``; if not, the value from the checkpoint is kept.
-        keeps: whether weights do not change after their first use, so that they are rounded only once.
+        over_weight: takes the maximum over the ranks whose slices of the weight share a scale.
+        over_input: takes the maximum over the ranks that slice the input features.
+        follows: whether training updates ``input_scale``.
+        keeps: whether weights do not change after their first use.
+
+    Attributes:
+        input_scale: ``[1]``, moving average of the input's largest magnitude; None if not configured.
+        weight_clip, input_clip: ``[1]``, learned clipping factors; None if not configured.
     """
 
     def __init__(
@@ -211,7 +202,7 @@ class FakeQuantizer(nn.Layer):
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)
         if not self._has_scale and paddle.in_dynamic_mode():
             self._has_scale = self.input_scale.item() > 0
-            if not self._has_scale:
+            if not self._has_scale:  # no input has been seen, so inputs are not rounded yet
                 return None
             if self.input_clip is not None:
                 self.input_clip.is_idle = False

@@ -1,8 +1,5 @@
-"""Flash attention of Paddle or of a device plugin: limits and calls.
-
-Shape letters as in :mod:`ppfleetx.nn.kernels`. Limits are checked here first, because in Paddle 3.3.1
-unsupported sizes end in an assertion or an external error of the kernel.
-"""
+"""Flash attention of Paddle or of a device plugin: limits and calls. Shape letters are those of
+:mod:`ppfleetx.nn.kernels`."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.masks import attention_mask, flash_row_limits
 
 HALF_PRECISION = (paddle.float16, paddle.bfloat16)
+# Limits are checked here first, because in Paddle 3.3.1 unsupported sizes end in an assertion or an external
+# error of the kernel.
 _LARGEST_HEAD = 256
 # The backward pass needs more shared memory, and not all cards have enough.
 _LARGEST_HEAD_TRAINED_ANYWHERE = 192
@@ -30,9 +29,9 @@ def flash_obstacle(
     """Return the reason why flash attention cannot process ``query`` here; None if it can.
 
     Args:
-        dropout: dropout of the attention weights. In training mode, a backward pass is assumed to follow.
+        dropout: dropout of the attention weights.
         packed: whether a row holds several documents.
-        fused: the fused operators in use, which include a plugin's attention; None: there are none.
+        fused: the fused operators in use; None: there are none.
     """
     if not on_gpu():  # NO_FUSED_OPS as the default argument would break the tracing of exports
         return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
@@ -40,6 +39,7 @@ def flash_obstacle(
         return _not_in_16_bits(query)
     head_size, drops = query.shape[-1], dropout.training and dropout.p > 0
     version = flash_version(head_size, packed=packed)
+    # In training mode, a backward pass is assumed to follow.
     return limit(version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training)
 
 
@@ -68,15 +68,13 @@ def limit(
     """Return the first limit of flash attention ``version`` that the sizes exceed, as text for a message;
     None if they fit.
 
-    The library checks the same limits: version 2 in ``csrc/capi/flash_attn.cu`` of
-    PaddlePaddle/flash-attention, version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and
-    ``nn/functional/flash_attention.py``.
-
     Args:
         capability: compute capability of the GPU, (major, minor).
         drops: whether dropout is applied to attention weights.
         trains: whether a backward pass follows.
     """
+    # The limits are those in csrc/capi/flash_attn.cu of PaddlePaddle/flash-attention (version 2), and in
+    # flash_attn_v3_kernel.cu and nn/functional/flash_attention.py of Paddle (version 3).
     card = f"this card has {capability[0]}.{capability[1]}"
     if version == 3 and capability != (9, 0):
         return f"its version 3 (FLAGS_flash_attn_version) needs compute capability 9.0, {card}"
@@ -100,8 +98,9 @@ def limit(
 
 
 def flash_version(head_size: int, *, packed: bool) -> int:
-    """Return the version of flash attention that Paddle runs: the value of its flag. In deterministic mode,
-    the flag holds only for packed documents with heads of up to 128; otherwise version 2 runs."""
+    """Return the version of flash attention that Paddle runs for heads of this size. ``packed``: whether a
+    row holds several documents."""
+    # In deterministic mode, the flag holds only for packed documents with heads of up to 128.
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -114,11 +113,10 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Run flash attention. For packed documents, Paddle's kernel gets a flashmask, and a plugin's kernel a
-    full mask. Values narrower than keys are padded with zeros, as the kernels take one head size."""
+    """Compute causal attention with flash attention. Values may be narrower than keys."""
     _, groups, per_group, _, head_dim = query.shape
     value_dim = value.shape[-1]
-    if value_dim < head_dim:
+    if value_dim < head_dim:  # the kernels take one head size
         value = F.pad(value, [0, head_dim - value_dim], data_format="NLC", pad_from_left_axis=False)
         return flash_attention(query, key, value, document_start, dropout)[..., :value_dim]
     q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])

@@ -1,9 +1,7 @@
-"""The table of fused operators (one Paddle kernel in place of several), and the choice of those to use.
+"""The table of fused operators (one kernel in place of several), and the choice of those to use.
 
-A composite of plain operators, which runs everywhere, defines the result of each fused operator. A fused
-operator is used if Paddle or the device's plugin has it for the device and element type, and if its results
-in a small trial, forward and backward, match the composite. Otherwise the composite runs, and the log gives
-the reason. Exported programs contain only composites.
+A fused operator is used if it exists for the device and element type, and if its results in a small trial
+match its composite: the plain operators that it replaces. Exported programs contain only composites.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ class FusedOperator:
         kernels: names of Paddle's kernels, forward and backward, that must exist for the element type.
         trial: ``module:function`` that runs the fused operator and its composite on small tensors.
         types: element types that the operator is used with.
-        of_plugin: name of the equivalent operator of a device plugin, which replaces ``kernels`` there.
-        exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower. On a CPU,
-            ``auto`` uses only such operators, so that results do not change.
+        of_plugin: name of the equivalent operator of a device plugin, used instead on the plugin's device.
+        exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower.
     """
 
     does: str
@@ -156,11 +153,10 @@ def choose(
     ctx: ParallelContext,
     unused: Mapping[FusedName, str] | None = None,
 ) -> FusedOps:
-    """Resolve ``Model.fused_ops``, the ``setting``, for this device, identically on all ranks.
+    """Resolve ``setting``, the value of ``Model.fused_ops``, for this device, identically on all ranks.
 
     Args:
-        types: element types that the run computes in, named as in :attr:`FusedOperator.types`. The first is
-            the type of parameters at O1 and in float32.
+        types: element types that the run computes in.
         unused: operators that this run has no use for, with the reasons.
 
     Raises:
@@ -208,8 +204,7 @@ def obstacles(
     can.
 
     Args:
-        by_itself: whether operators are chosen automatically (``auto``). On a CPU, this allows only bitwise
-            exact operators.
+        by_itself: whether operators are chosen automatically (``auto``).
     """
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}

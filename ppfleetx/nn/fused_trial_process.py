@@ -1,9 +1,5 @@
-"""Run trials of fused operators on a device in a child process.
-
-A faulty operator may access invalid memory. The device then rejects all further work of the process, or the
-process is killed. So a child process on the same device runs the trials and reports each result. If a trial
-breaks the child, a new child continues with the next trial.
-"""
+"""Run trials of fused operators in a child process, because a faulty operator may break the process or its
+device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Initial weights as a function of (seed, canonical name, global index).
-
-The global array is divided into fixed tiles. Each tile is drawn from its own counter range of a Philox stream
-whose key is the seed and the parameter's name. A rank draws only the tiles that overlap its slice, so initial
-weights are bitwise equal under every parallel plan.
-"""
+"""Initial weights as a function of seed, canonical name and global index: bitwise equal under every parallel
+plan."""
 
 from __future__ import annotations
 
@@ -49,10 +45,7 @@ def draw(
     local_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
     """Draw the initial values (float32) of a parameter, or of its slice with ``local_shape`` at ``offset``.
-
-    Different names give independent values. With ``Normal``, the parameter has one to three dimensions; with
-    three, each matrix is drawn separately, with its index appended to the name.
-    """
+    Different names give independent values."""
     offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
     local_shape = tuple(local_shape) if local_shape is not None else tuple(global_shape)
     if isinstance(init, Constant):
@@ -81,6 +74,8 @@ def _normal_tiles(
     key: np.ndarray, shape: Sequence[int], offset: Sequence[int], local_shape: Sequence[int]
 ) -> np.ndarray:
     """Return standard normal float32 values of the slice ``local_shape`` at ``offset`` of a matrix."""
+    # Each tile is drawn from its own counter range of a Philox stream, so a rank draws only the tiles that
+    # overlap its slice.
     out = np.empty(local_shape, dtype=np.float32)
     tiles_per_row = -(-shape[1] // _TILE[1])
     touched = [

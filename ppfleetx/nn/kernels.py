@@ -28,12 +28,9 @@ class KernelOptions:
     """Options of the attention kernels.
 
     Attributes:
-        kernel: as ``Model.attention_kernel``. ``auto`` uses flash attention if it can run; on a GPU where it
-            cannot, the reason is logged once.
+        kernel: a value of ``Model.attention_kernel``.
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
-        qk_scale_guard: divisor of 16-bit scores against float16 overflow. Scores are multiplied by it again
-            after the conversion to float32, so the result is the same up to rounding.
-        softcap: soft cap c of the scores, ``c * tanh(score / c)``; None: no cap.
+        qk_scale_guard: temporary divisor of 16-bit scores against float16 overflow.
     """
 
     kernel: str = "auto"
@@ -54,13 +51,10 @@ def attend(
 ) -> paddle.Tensor:
     """Compute causal attention with the kernel chosen by ``options``.
 
-    Queries that follow cached keys always use the reference kernel. Their causal mask does not begin at the
-    first key, and flash attention would save little for so few queries.
-
     Args:
         document_start: ``[b, q]``, the first position that each query may attend to; None: no limit.
         penalty: added to the scores in place of the causal mask and ``document_start``; broadcasts against
-            ``[b, n, q, k]``.
+            ``[b, g * r, q, k]``.
 
     Raises:
         ConfigError: ``options`` require flash attention, and it cannot run here.
@@ -77,6 +71,8 @@ def attend(
             key="Model.attention_kernel",
             value="flash",
         )
+    # The causal mask of queries that follow cached keys does not begin at the first key, and flash attention
+    # would save little for so few queries.
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
     if obstacle or follows_cache:
         if obstacle and on_card():
@@ -110,6 +106,7 @@ def reference_attention(
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
+    # Scores in 16 bits are divided by the guard, and multiplied by it again below.
     guard = options.qk_scale_guard if half else 1.0
     query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
     # Stack the query heads of one key/value head as rows, so that keys need not be repeated.

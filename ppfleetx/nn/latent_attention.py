@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values are projected from one compressed vector per position.
 
 Shape letters: s positions, b batch, n heads on this rank, c width of the compressed keys and values, t
-features with rotary positions, p features without, v width of a value.
+features of a key with rotary positions, p features without, v width of a value, k cached positions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class LatentAttention(HeadAttention):
-    """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024).
-
-    The cache holds the compressed vectors and the rotary features of keys, as one key/value head. Decoding
-    attends to them directly: queries and context are projected instead of the cached vectors.
-    """
+    """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024). The cache holds the
+    compressed vectors and the rotary features of keys."""
 
     def __init__(self, factory: LayerFactory, spec: LatentAttentionSpec, **options: Any) -> None:
         super().__init__(factory, spec, **options)
@@ -118,9 +115,10 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attend to the cached compressed vectors without projecting them to keys and values. The values are
-        ``compressed [b, 1, k, c]``; keys also have the rotary features ``turned [b, 1, k, t]``. Returns the
-        context ``[b, n, 1, s, v]``."""
+        """Attend to the cached vectors ``compressed [b, 1, k, c]`` and rotary features
+        ``turned [b, 1, k, t]`` without projecting them to keys and values. Returns the context
+        ``[b, n, 1, s, v]``."""
+        # Queries and context are projected instead of the cached vectors.
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)

@@ -1,8 +1,4 @@
-"""Declarations of linear layers, norms and embeddings: parameters and cost. Plain data, without Paddle.
-
-The layer factory builds layers from their declarations; the planner and ``--check`` compute memory and time
-from them.
-"""
+"""Declarations of linear layers, norms and embeddings: parameters and cost, as plain data without Paddle."""
 
 from __future__ import annotations
 
@@ -23,12 +19,8 @@ Specs = dict[str, ParamSpec]
 
 
 class LayerSpec(Protocol):
-    """Interface of a layer's declaration.
-
-    Declarations of whole layers also have ``operations``, the operations of a forward pass on one rank
-    (:mod:`ppfleetx.nn.cost`), and ``tape``, the tensors that these operations write and keep for the backward
-    pass (:mod:`ppfleetx.nn.tape`).
-    """
+    """Interface of a layer's declaration. Declarations of whole layers also have ``operations``
+    (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.tape`)."""
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Declare each parameter by local name, with its global shape. With ``sequence_parallel``, gradients
@@ -57,9 +49,8 @@ class LinearSpec:
 
     Attributes:
         in_features, out_features: sizes of the whole matrix.
-        cut: what tensor parallelism slices: output features (``columns``; the output stays sliced), input
-            features (``rows``; the input is sliced, the output is whole), or nothing (``whole``).
-        init: initial values of the matrix.
+        cut: what tensor parallelism slices: output features (``columns``), input features (``rows``) or
+            nothing (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
         parts: the matrices that are fused into this one.
         of_trunk: for a ``whole`` linear, whether its input is the hidden states at this rank's positions.
@@ -129,16 +120,12 @@ class NormSpec:
 
     Attributes:
         kind: a value of ``Model.normalization``.
-        epsilon: added to the variance or mean square.
         gain: initial value of the gain.
-        inside_heads: whether each head is normalized separately with one shared gain. Tensor-parallel ranks
-            have different heads, so their gradients of the gain are partial sums.
-        over_heads: whether the gain covers the dimension of all heads together, so that tensor parallelism
-            slices the gain.
+        inside_heads: whether each head is normalized separately, with one gain shared by all heads.
+        over_heads: whether the gain covers all heads together, so that tensor parallelism slices it.
         head_size: with ``over_heads``, the size of a head if each head is normalized separately; None: all
             heads are normalized as one vector.
-        before_split: whether the input has all positions despite sequence parallelism, as for the embedding's
-            norm.
+        before_split: whether the input has all positions despite sequence parallelism.
     """
 
     kind: str

@@ -63,10 +63,11 @@ def trains_on_cpu(x: paddle.Tensor) -> bool:
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """Compute ``x + bias``, with the bias expanded to all rows by a matrix product. The result is bitwise
-    equal, and the bias gradient a matrix-vector product, faster than Paddle's column sum on a CPU."""
+    """Return ``x + bias``, computed so that the bias gradient is a matrix-vector product, which is fast on a
+    CPU."""
     width = bias.shape[0]
     rows = x.reshape([-1, width])
+    # Bitwise equal to a broadcast, whose gradient is Paddle's slow column sum.
     spread = paddle.matmul(paddle.ones([rows.shape[0], 1], dtype=bias.dtype), bias.unsqueeze(0))
     return (rows + spread).reshape(x.shape)
 
@@ -96,8 +97,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the row to read for each token in this rank's part of the embedding table, and whether it
-    belongs to the token, ``[..., 1]``. The rows of tokens of other ranks do not."""
+    """Return the row to read for each token in this rank's part of the embedding table, and whether the token
+    belongs to this part, ``[..., 1]``."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
     # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.

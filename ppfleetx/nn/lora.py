@@ -1,8 +1,5 @@
-"""Low-rank adapters (Hu et al., "LoRA", 2021) for the frozen linears of a model.
-
-An adapter is a sub-layer ``lora`` of its linear, with parameters ``{linear}.lora.a`` and ``{linear}.lora.b``.
-The names and values of the linear's own parameters do not change.
-"""
+"""Low-rank adapters (Hu et al., "LoRA", 2021) for the frozen linears of a model. An adapter has the
+parameters ``{linear}.lora.a`` and ``{linear}.lora.b``."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 
 class LoraBranch(nn.Layer):
-    """A low-rank adapter, ``scale * join(dropout(x) A) B``, with this rank's slices of A ``[in, rank]`` and B
-    ``[rank, out]``. For experts, the matrices are ``[experts, in, rank]`` and ``[experts, rank, out]``.
+    """A low-rank adapter ``scale * join(dropout(x) A) B`` with A ``[in, rank]`` and B ``[rank, out]``. For
+    experts, A and B have a leading dimension.
 
     Args:
-        a, b: shapes of this rank's slices.
+        a, b: shapes of this rank's slices of A and B.
         join: the communication between ranks after the product with A; None: no communication.
     """
 

@@ -1,10 +1,4 @@
-"""Token loss (cross entropy), in float32 for training and in float64 for evaluation.
-
-Paddle's cross entropy on the CPU adds the exponentials of a row one by one in float32. Over 50,000 columns
-this loses small ones, and the loss is about 1e-5 too low. Training accepts this, because its gradients have
-an error of the same size. Evaluation corrects the loss with the softmax that the kernel also returns: a row
-of this softmax adds up to the true sum of exponentials divided by the kernel's sum.
-"""
+"""Token loss (cross entropy), in float32 for training and in float64 for evaluation."""
 
 from __future__ import annotations
 
@@ -31,18 +25,16 @@ def token_loss(
 ) -> LossOutput:
     """Return the sum of the cross entropy over the valid tokens of a micro batch.
 
-    The caller divides by the global count, so that the loss does not depend on micro batches or data ranks.
-
     Args:
         logits: ``[s, b, V]``, or an object that yields them in chunks. Columns from ``true_vocab`` on are
             padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
-        group: n ranks that divide the columns: logits are ``[s, b, V / n]``, and rank r has the columns from
-            ``r V / n`` on. All of them get the same result. None: this rank has all columns.
+        group: n ranks that divide the columns of the logits, in order of rank. Each passes ``[s, b, V / n]``,
+            and all get the same result. None: this rank has all columns.
 
     Returns:
-        The loss, a scalar in float32 (in an evaluation float64), and a function that returns the losses of
+        The loss, a scalar in float32 (float64 without gradients), and a function that returns the losses of
             the rows.
     """
     if isinstance(logits, DeferredLogits):
@@ -60,12 +52,14 @@ def token_loss(
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
     """Return the cross entropy ``[...]`` of each token, from ``logits [..., V]`` float32 and ``labels [...]``
-    int64. Without gradients, the result is float64, and NaN if a logit is not finite."""
+    int64. Without gradients, the result is float64."""
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
     softmax, losses = _C_ops.cross_entropy_with_softmax(logits, columns, False, True, True, -100, -1)
     exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits).astype("float64")
+    # Paddle's CPU kernel adds exponentials one by one in float32; over 50,000 columns its loss is about 1e-5
+    # too low. A row of its softmax adds up to the true sum divided by the kernel's, which corrects the loss.
     return exact + _row_sums(softmax).log() if softmax.place.is_cpu_place() else exact
 
 
@@ -122,8 +116,8 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN. An evaluation
-    adds this, because Paddle's cross entropy on the CPU turns NaN logits into a finite number."""
+    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN."""
+    # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
 
 

@@ -1,9 +1,5 @@
-"""The result of a task's loss: a differentiable sum, and metrics as sums with counts.
-
-All are sums, not means. The runner divides the loss by a count known before the first forward pass
-(``BasicModule.count``), and each metric by the sum of its own counts over all micro batches and ranks. So the
-results do not depend on the parallel plan.
-"""
+"""The result of a task's loss: a differentiable sum, and metrics as sums with counts. The runner divides them
+by counts over all micro batches and ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ class Sum:
     Attributes:
         value: sum over this rank's part of the micro batch, a scalar without a gradient.
         count: number of tokens (or other items) in the sum.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers, of which only the first rank
-            counts. Along all other axes, the ranks' numbers are summed.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers. Along all other axes, the
+            numbers are summed.
     """
 
     value: paddle.Tensor
@@ -44,9 +40,9 @@ class LossOutput:
     Attributes:
         loss: sum of the loss over all valid tokens, a scalar with a gradient.
         metrics: metrics by name. The task declares the names (``BasicModule.metrics``).
-        same_on: axes whose ranks hold the same ``loss``, see :class:`Sum`.
-        rows: a function that returns the loss of each row, ``value [b]`` and ``count [b]``, without a
-            gradient; None: the loss is not a sum over rows.
+        same_on: axes whose ranks hold the same ``loss``.
+        rows: a function that returns the loss of each row, ``value [b]`` and ``count [b]``; None: the loss is
+            not a sum over rows.
     """
 
     loss: paddle.Tensor

@@ -1,8 +1,7 @@
-"""Attention masks: which positions attend to each other in training, evaluation and decoding.
+"""Attention masks, which are boolean and True where attention is allowed.
 
-Shapes: b batch, n heads, q query positions, k key positions. The last query and the last key have the same
-position: with a cache, the first ``k - q`` keys are the past, and query row ``i`` has position ``i + k - q``.
-Masks are boolean, True where attention is allowed.
+Shape letters: b batch, n heads, q query positions, k key positions. The last query and the last key have the
+same position.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """Return the mask of allowed pairs, which broadcasts against scores ``[b, n, q, k]``.
+    """Return the mask of allowed pairs, ``[b, 1, q, k]``, or ``[1, 1, q, k]`` without ``document_start``.
 
     Args:
-        document_start: ``[b, q]``, the first absolute position that each query may attend to, for packed
-            documents and left-padded prompts. The mask is then ``[b, 1, q, k]``. None: the causal mask
-            ``[1, 1, q, k]``.
+        document_start: ``[b, q]``, the first position that each query may attend to, for packed documents and
+            left-padded prompts; None: no limit.
     """
     causal = causal_mask(num_queries, num_keys).unsqueeze([0, 1])
     if document_start is None:
@@ -44,8 +42,8 @@ def window_start(
     document_start: paddle.Tensor | None,
     num_keys: int | None = None,
 ) -> paddle.Tensor:
-    """Return the first position that each of the last ``length`` positions may attend to, ``[b, length]``: at
-    most ``window`` before itself, and not before ``document_start [b, length]``.
+    """Return the first position that each of the last ``length`` positions may attend to, ``[b, length]``,
+    within the ``window`` and the document.
 
     Args:
         num_keys: total number of positions, including cached ones; None: ``length``.
@@ -83,13 +81,12 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """Return the mask ``[b, 1, q, k]`` of allowed pairs, like :func:`attention_mask`, for queries that follow
-    cached keys.
+    """Return the mask ``[b, 1, q, k]`` of allowed pairs for queries that follow cached keys.
 
     Args:
-        num_keys: number of columns of the cache. Columns after the queries' own columns are still empty.
+        num_keys: number of columns of the cache. The last columns may be empty.
         visible: ``[b, past + q]`` bool: the columns that belong to each row's sequence.
-        window: number of visible columns before its own that each query may attend to; None: all.
+        window: number of earlier visible columns that each query may attend to; None: all.
     """
     allowed = np.zeros((len(visible), num_queries, num_keys), dtype=bool)
     allowed[:, :, : visible.shape[1]] = visible[:, None]
@@ -104,14 +101,11 @@ def cached_mask(
 
 def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
     """Convert ``document_start [b, s]`` to flashmask's ``startend_row_indices [b, 1, s, 1]`` for causal
-    attention.
-
-    Key ``k`` is hidden from the first query whose document starts after ``k``, and from all later queries.
-    ``document_start`` does not decrease along a row, so the index of that query is the number of queries
-    whose start is at most ``k``.
-    """
+    attention."""
     num_keys = document_start.shape[1]
     keys = paddle.arange(num_keys, dtype=document_start.dtype).expand([document_start.shape[0], num_keys])
+    # Key k is hidden from the first query whose document starts after k, and from all later queries. Starts
+    # do not decrease along a row, so the index of that query is the number of starts that are at most k.
     limits = paddle.searchsorted(document_start, keys, right=True, out_int32=True)
     return limits.unsqueeze([1, 3])
 

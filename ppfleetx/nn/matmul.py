@@ -3,15 +3,10 @@
 - ``cast_to``: multiply by a 16-bit copy of the weight, which is made once per step;
 - :class:`Exchange`: communication among tensor-parallel ranks that overlaps the backward pass;
 - ``fused``: add the weight's gradient to the float32 ``main_grad`` in one kernel, instead of to ``grad``;
-- ``defers``: compute the weight's gradient after the backward pass, when a pipeline rank would otherwise
-  be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+- ``defers``: compute the weight's gradient after the backward pass (Qi et al., "Zero Bubble Pipeline
+  Parallelism", 2023).
 
-On a CPU, Paddle multiplies only in float32. Inside the context ``products`` of
-:mod:`ppfleetx.nn.cpu_ops.bfloat16`, operands are rounded to bfloat16; results and gradients are float32.
-
-Only ``fused`` changes numbers, because it skips a rounding to 16 bits. Otherwise products are those of
-Paddle's backward pass, a bias is added before the product is rounded, and the gradients of a weight are added
-in the order of the micro batches.
+Only ``fused`` changes numbers, because it skips a rounding to 16 bits.
 """
 
 from __future__ import annotations
@@ -41,11 +36,8 @@ Counts = Sequence[int]
 
 
 class Exchange:
-    """Communication among tensor-parallel ranks for a column-parallel product. Each has the whole input.
-
-    The backward pass sums the input's gradient over the ranks while it computes the weight's gradient
-    (Narayanan et al., 2021; for sequence parallelism Korthikanti et al., 2022, section 4.2.2). One sum runs
-    at a time, at a fixed point of the program, so all ranks start their sums in the same order.
+    """Communication among tensor-parallel ranks for a column-parallel product (Narayanan et al., 2021). Each
+    rank has the whole input.
 
     Attributes:
         gathers_again: whether the backward pass gathers the input again instead of keeping it.
@@ -71,7 +63,8 @@ class Exchange:
 
 
 class ScatteredInput(Exchange):
-    """Communication for sequence parallelism: gathers the input, and reduce-scatters its gradient."""
+    """Communication for sequence parallelism: gathers the input, and reduce-scatters its gradient
+    (Korthikanti et al., 2022, section 4.2.2)."""
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:
         super().__init__(group)
@@ -109,8 +102,7 @@ class Matmul:
     """Computes the products with the weights of one model.
 
     Args:
-        cast_to: dtype of the copies of float32 weights and biases that are kept inside :meth:`kept`. None: no
-            copies; ``auto_cast`` at O1 then converts weights before every product.
+        cast_to: dtype of the copies of weights and biases that are kept inside :meth:`kept`; None: no copies.
         fused: the fused operators in use; only ``linear_grad_add`` matters here.
         defers: whether to defer the gradients of weights to :meth:`run_next`.
 
@@ -182,8 +174,7 @@ class Matmul:
         counts: Counts,
     ) -> paddle.Tensor:
         """Multiply each row of ``x [n, in]`` by the matrix of its group in ``weight [groups, in, out]``. Rows
-        are sorted by group; ``counts`` are the rows per group. Gradients are never added directly to
-        ``main_grad``."""
+        are sorted by group; ``counts`` are the rows per group."""
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         defers = self.defers and trains and not x.stop_gradient
@@ -243,10 +234,9 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return what to multiply by in place of ``parameter``, attached to the autograd graph: its 16-bit
-        copy if one is kept, else itself. In bfloat16 on a CPU, it is always the parameter itself."""
+        """Return the tensor to multiply by in place of ``parameter``, attached to the autograd graph."""
         if self._dtype is None or self._copies is None or bfloat16.are_entered():
-            return parameter
+            return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)
         return parameter if value.dtype == parameter.dtype else _Copy.apply(parameter, _Holder(value))
 
@@ -359,7 +349,7 @@ class _Work:
 
 
 class _CpuWork(_Work):
-    """A product in bfloat16 on a CPU. Input, weight and upstream gradient are rounded once each.
+    """A product in bfloat16 on a CPU.
 
     Args:
         value: the weight's bfloat16 copy, or the float32 weight, which is then rounded for each product.
@@ -396,8 +386,8 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """The product of ``x [n, in]``, sorted by group with ``counts[g]`` rows of group g, with one matrix per
-    group, ``weight [groups, in, out]``. A group without rows gets a gradient of zeros."""
+    """The product of ``x [n, in]``, sorted by group, with one matrix per group, ``weight [groups, in,
+    out]``."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)
@@ -525,6 +515,7 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     if gathering is not None:
         x = in_dtype(gathering(), upstream.dtype)
     if work.exchange is not None:
+        # One sum runs at a time, at a fixed point of the program, so all ranks start sums in the same order.
         finish = work.exchange.start_sum(of_input)
     of_weight = None
     if not work.weight.stop_gradient:

@@ -23,13 +23,9 @@ class MLPSpec:
     """Declaration of an MLP, ``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: class of the layer, called with the factory and this declaration; a subclass may set another
-            class.
-        ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs, as pairs of gate
-            and up, so that a slice of whole pairs is a smaller MLP of the same kind.
+        layer: class of the layer; a subclass may set another class.
+        ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs.
         activation: a value of ``Model.hidden_act``.
-        bias: whether both linears have a bias.
-        init, output_init: initial values of fc1 and of fc2.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.mlp:MLP"
@@ -120,8 +116,6 @@ class MoESpec:
     """Declaration of a mixture of experts in place of an MLP.
 
     Attributes:
-        layer: class of the layer, called with the factory and this declaration.
-        cfg: the section ``Model.moe``.
         num_mixtures: number of mixtures of experts in the whole model.
         expert: declaration of one expert.
         shared: declaration of the shared expert, which processes every position; None: there is none.

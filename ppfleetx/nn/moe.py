@@ -1,9 +1,5 @@
 """Mixture of experts: a router sends each position to a few MLPs (experts) and sums their outputs.
 
-The row of hidden states of each (position, expert) choice is gathered, sorted by expert, so memory grows with
-the number of choices, not of experts. The parallel plan only affects the factory's ``experts``, which sends
-rows to the ranks of their experts and back (``nn/expert_exchange.py``).
-
 Shape letters: s positions of the hidden states on this rank, b sequences, h hidden size, n = s b rows, E
 experts, k experts per position.
 """
@@ -32,12 +28,11 @@ _WHOLE_SEQUENCES = ("mp", "sep")
 
 
 class Router(nn.Layer):
-    """Chooses the experts of each position, and counts the positions of each expert.
+    """Chooses the experts of each position, and counts how often each expert is chosen.
 
     Attributes:
-        seen: ``[2, E]`` number of choices of each expert since the last reset, by positions that count in the
-            loss; None: no positions yet. Row 0: the actual choices. Row 1: the choices for the balancing
-            loss, without bias and group limits; with GShard's loss, only a position's best expert.
+        seen: ``[2, E]`` number of choices of each expert since the last reset; None: no choices yet. Row 0
+            has the actual choices, row 1 those of the balancing loss.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -99,6 +94,7 @@ class Router(nn.Layer):
             yield AuxLoss("dropped_choices", 1.0 - kept.mean(-1), 0.0)
 
     def _keep_count(self, chosen: paddle.Tensor, of_loss: paddle.Tensor, counts: paddle.Tensor) -> None:
+        # Only positions that count in the loss.
         seen = (paddle.stack([chosen, of_loss]) * counts.unsqueeze(-1)).sum([1, 2])
         self.seen = seen if self.seen is None else self.seen + seen
 
@@ -123,19 +119,19 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """Return the choices ``[s, b, E]`` of the balancing loss: the experts with the highest scores,
-        without bias and group limits. With GShard's loss, only the best expert of a position counts."""
+        """Return the choices ``[s, b, E]`` that the balancing loss counts."""
         cfg = self.cfg
-        if cfg.aux_loss.kind == "gshard":
+        if cfg.aux_loss.kind == "gshard":  # only the best expert of each position
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
         if self.bias is None and cfg.router.num_groups is None:
             return chosen
+        # The experts with the highest scores, without bias and group limits.
         return choices.chosen_mask(routing.scores.topk(cfg.top_k, -1)[1], cfg.num_experts)
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """Balance the experts after a step: move the router's bias by the global batch's ``loads [E]``, and
-        store ``shares [E]`` of the choices for the next balancing loss. A frozen router stays the same."""
+        """After a step, move the router's bias by the global batch's ``loads [E]``, and store the experts'
+        ``shares [E]`` of the choices for the next balancing loss."""
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate

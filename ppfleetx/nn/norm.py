@@ -81,8 +81,7 @@ class SlicedRMSNorm(RMSNorm):
     """:class:`RMSNorm` over a dimension that is sliced over ranks.
 
     Args:
-        size: size of this rank's slice.
-        total: size of the whole dimension.
+        size, total: sizes of this rank's slice and of the whole dimension.
         join: sums a tensor over the ranks, and its gradient in the backward pass.
     """
 
@@ -102,8 +101,8 @@ class PerHeadNorm(nn.Layer):
     """A norm over each head, with a separate gain for each head: ``weight [heads * size]``.
 
     Args:
-        norm: norm over one head of ``size`` elements, with ``weight`` and without ``bias``. Its gain is
-            replaced by the constant 1.
+        norm: norm over one head of ``size`` elements, without ``bias``. Its gain is replaced by the constant
+            1.
         width: ``heads * size`` for the heads on this rank.
         zero_centered: whether the gain is ``1 + weight``.
     """
@@ -155,12 +154,7 @@ def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> p
 
 
 class _CpuNorm(PyLayer):
-    """LayerNorm and RMSNorm with matrix-vector products in the backward pass, which halve its time on a CPU.
-
-    With x̂ the normalized input, r the inverse deviation, g the gain and dy the upstream gradient, the
-    gradients are dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy. Only LayerNorm
-    (with bias) has the term in brackets.
-    """
+    """Autograd function of LayerNorm and RMSNorm with a backward pass that is faster on a CPU."""
 
     @staticmethod
     def forward(
@@ -176,6 +170,9 @@ class _CpuNorm(PyLayer):
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        # With x̂ the normalized input, r the inverse deviation, g the gain and dy the upstream gradient:
+        # dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy. Only LayerNorm has the term
+        # in brackets. Sums are matrix-vector products, which halve the time.
         x, weight = ctx.saved_tensor()
         size = weight.shape[0]
         dy = upstream.reshape([-1, size])

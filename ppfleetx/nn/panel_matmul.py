@@ -1,9 +1,6 @@
 """Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-MKL packs the matrix for each product, which costs as much as reading it two more times. It need not pack a
-matrix that is stored in panels: contiguous blocks of w columns, as wide as one tile of its kernels. Results
-are bitwise equal. Panels are faster for 2 to 512 rows with AVX-512, and for 2 to 64 rows with AVX2. If our
-own operator is compiled (:mod:`ppfleetx.nn.cpu_ops`), it computes the products for which it is faster.
+The matrix is stored in panels: contiguous blocks of w columns, which MKL need not pack for each product.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -19,6 +16,7 @@ from ppfleetx.nn.cpu_ops.ops import WIDTH
 from ppfleetx.nn.layers import Linear, add_smaller
 from ppfleetx.utils.machine import available_fraction, back_by_huge_pages
 
+# Panels are faster for 2 to 512 rows with AVX-512, and for 2 to 64 rows with AVX2.
 MOST_ROWS = 512 if WIDTH == 48 else 64
 _MEMORY_LEFT = 0.25  # fraction of the machine's memory; with less, no panels are made
 

@@ -1,10 +1,5 @@
-"""The declaration of a parameter: kind, shape, placement, and everything that a parallel plan derives from
-them.
-
-A :class:`ParamSpec` states for each axis of the device mesh (``config/mesh.py``) how the value is placed, and
-what part of the gradient one backward pass computes. This module alone derives slices, gradient reductions,
-owners, the gradient norm, and the ranks that write a checkpoint. No Paddle, because the planner and
-``--check`` use it too.
+"""Declarations of parameters, and what a parallel plan derives from them: slices, gradient reductions, owners
+and checkpoint writers. This module does not import Paddle.
 
 A *view* arranges the ranks as a grid with named axes: dense parameters use one view, parameters of experts
 another.
@@ -47,7 +42,8 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 @dataclass(frozen=True)
 class Part:
     """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a norm's gain.
-    Along dimension ``dim``, it has ``width`` of every ``period`` consecutive indices, from ``offset`` on."""
+    Along dimension ``dim``, it has ``width`` indices, beginning at ``offset``, of every ``period``
+    indices."""
 
     name: str
     dim: int
@@ -66,7 +62,6 @@ class ParamSpec:
 
     Attributes:
         shape: shape of the whole parameter.
-        init: distribution of the initial values.
         kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``,
             ``router``, ``router_bias``, ``router_load``, ``lora``, ``quant``.
         value: placement of the value by axis. Along other axes, every rank has the whole value.
@@ -74,7 +69,6 @@ class ParamSpec:
             value.
         parts: the matrices or heads that the parameter consists of.
         tie: key of the tie, if several stages of the model share the parameter.
-        trains: whether the parameter is trainable.
         dtype: dtype in which the parameter is stored, if it differs from the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
@@ -114,13 +108,12 @@ def dense(
     partial: bool = False,
     parts: tuple[Part, ...] = (),
 ) -> ParamSpec:
-    """Declare a parameter of a dense layer, that is, not of an expert. Ranks along dp, sharding and sep
-    process different tokens, so its gradient is a partial sum along these axes.
+    """Declare a parameter of a dense layer, that is, not of an expert. Its gradient is a partial sum along
+    dp, sharding and sep.
 
     Args:
         mp: placement of the value along mp.
-        partial: whether ranks along mp hold the whole parameter but process different positions or heads, so
-            that their gradients must be summed.
+        partial: whether the gradient is also a partial sum along mp.
     """
     grad: dict[str, Placement] = dict.fromkeys(("dp", "sharding", "sep"), PARTIAL)
     if partial:
@@ -142,14 +135,13 @@ class ParamInfo:
 
 
 def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
-    """Return the slice of a parameter that ``rank`` holds. If several axes shard the same dimension, they do
-    so in the order in which the parameter's view lists them.
+    """Return the slice of a parameter that ``rank`` holds.
 
     Raises:
         ValueError: a dimension cannot be divided evenly.
     """
     at, count, index = mesh.coordinates(rank), [1] * len(spec.shape), [0] * len(spec.shape)
-    for axis in spec.view.axes:
+    for axis in spec.view.axes:  # axes that shard the same dimension do so in this order
         placement = spec.placement(axis)
         if isinstance(placement, Shard):
             size = mesh.size_of(axis)
@@ -170,8 +162,7 @@ def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
 
 
 def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """Assign each parameter, by name, to the rank that owns it. From the largest parameter to the smallest,
-    each goes to the rank with the fewest elements so far.
+    """Assign each parameter to the rank that owns it, so that ranks own about equal numbers of elements.
 
     Args:
         sizes: number of elements of each parameter, by name.
@@ -180,6 +171,7 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
     owners = dict.fromkeys((name for name in first if name in sizes), 0)
     loads = [(sum(sizes[name] for name in owners), 0), *((0, rank) for rank in range(1, num_ranks))]
     heapq.heapify(loads)
+    # From the largest to the smallest, each goes to the rank with the fewest elements so far.
     for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
         if name not in owners:
             load, owners[name] = loads[0]
@@ -188,13 +180,11 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """Return, in order, the groups over which a parameter's gradient is summed. Each group is given by its
-    axes. With sharding, the reduction to the parameter's owner comes before these sums and is not included.
-
-    The order affects the last bits. Replicas are summed in one group, because two successive sums would add
-    the numbers in different orders on different ranks. Tied copies come last, because a sum of two numbers
-    does not depend on the order.
-    """
+    """Return, in order, the groups (as axes) over which a parameter's gradient is summed. The reduction to
+    the parameter's owner under sharding is not included."""
+    # The order affects the last bits. Replicas are summed in one group: two successive sums would add the
+    # numbers in different orders on different ranks. Tied copies (pp) come last, because a sum of two numbers
+    # does not depend on the order.
     done = owner_axes(spec, mesh)
     rounds = ((spec.view.tensor,), spec.view.replicas, ("pp",))
     left = [tuple(a for a in axes if _sums_over(spec, a, mesh) and a not in done) for axes in rounds]
@@ -217,9 +207,8 @@ def may_lack_gradient(spec: ParamSpec) -> bool:
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
-    """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm: those
-    whose ranks have different gradients or parts of them. With ZeRO sharding, this includes the axis
-    ``view.owners``, because only a parameter's owner has its gradient."""
+    """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm."""
+    # Axes whose ranks have different gradients or parts of them. With ZeRO, only the owner has the gradient.
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
@@ -230,8 +219,8 @@ def _is_replica(axis: str, view: View) -> bool:
 
 
 def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Return whether ``rank`` includes the parameter in the gradient norm. Exactly one of the ranks along
-    :func:`norm_axes` that hold the same values does.
+    """Return whether ``rank`` includes the parameter in the gradient norm. Of the ranks along
+    :func:`norm_axes` that hold the same gradient, exactly one does.
 
     Args:
         owns: whether the rank owns the parameter.

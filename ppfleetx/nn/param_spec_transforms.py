@@ -1,8 +1,5 @@
-"""Transforms of a model's parameter declarations: adapters, fake quantization, quantized weights. No Paddle.
-
-Each transform maps the parameters of a model, by canonical name, to new parameters. The corresponding layers
-are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``.
-"""
+"""Changes of a model's parameter declarations for adapters, fake quantization and quantized weights, without
+Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
 
 from __future__ import annotations
 
@@ -90,16 +87,15 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """Declare a low-rank adapter of ``matrix [in, out]``. The adapter is the product of A ``[in, rank]`` and
-    B ``[rank, out]``. A is sliced like the matrix's input features, B like its output features. A starts with
-    standard deviation 1/sqrt(in), so that x A has about the magnitude of the input x."""
+    """Declare a low-rank adapter of ``matrix [in, out]``: A ``[in, rank]``, sliced like the matrix's input
+    features, and B ``[rank, out]``, sliced like its output features."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
     cut = matrix.placement("mp")
     a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
     partial = matrix.sums("mp") if cut == REPLICATE else sequence_parallel
-    init = Normal(1.0 / math.sqrt(width_in))
+    init = Normal(1.0 / math.sqrt(width_in))  # x A has about the magnitude of x
     return {
         "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
         "b": dense((rank, width_out), Constant(0.0), "lora", mp=b, partial=partial and b == REPLICATE),

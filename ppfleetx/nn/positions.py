@@ -32,8 +32,8 @@ class Positions:
         rotary: rotates queries and keys in every block.
         local_rotary: replaces ``rotary`` in blocks with an attention window; None: no replacement.
         biases: whether blocks add linear biases to the scores (ALiBi).
-        switch_length: the longest sequence for which ``rotary`` uses its first set of angles (LongRoPE);
-            None: there is only one set.
+        switch_length: the longest sequence that uses the first of two sets of angles (LongRoPE); None: there
+            is only one set.
     """
 
     table_rows: int | None = None

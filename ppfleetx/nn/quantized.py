@@ -1,5 +1,5 @@
 """Layers with weights stored in 8 or 4 bits, for inference and for training adapters (Dettmers et al.,
-"QLoRA", 2023). The quantized weights are not trained.
+"QLoRA", 2023).
 
 Parameters of a linear ``[k, n]`` with g groups of k / g input features:
 
@@ -11,10 +11,6 @@ Parameters of a linear ``[k, n]`` with g groups of k / g input features:
   ``integer * scale + offset``
 
 A word embedding ``[V, h]`` has ``weight`` int8 ``[V, h]``, and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
-
-On a CPU, :mod:`ppfleetx.nn.cpu_ops.quantized` multiplies by the stored integers; on a GPU, Paddle's
-``weight_only_linear`` does so for 8-bit weights and 16-bit activations. Otherwise weights are dequantized at
-their first use or, if the input needs a gradient, for each product.
 """
 
 from __future__ import annotations
@@ -224,18 +220,16 @@ Declare = Callable[[paddle.Tensor, ParamSpec], None]
 
 
 class QuantizedLinear(nn.Layer):
-    """A linear layer with a :class:`QuantizedMatrix`, and parameters ``weight``, ``scale`` and ``bias``.
+    """A linear layer with a :class:`QuantizedMatrix`.
 
     Args:
         linear: the linear to replace.
-        form: form of the matrix (bits, groups, asymmetric or not).
-        declare: declares a parameter; the default is for parameters that are not sliced.
-        enter: communication applied to the input, if the output features are sliced.
+        form: storage of the matrix (bits, groups, asymmetric or not).
+        enter: communication applied to the input.
         leave: communication applied to the product before the bias is added; None: no communication.
 
     Attributes:
-        spec: declaration of the matrix ``[k, n]``. The declaration of ``weight`` describes the stored
-            integers.
+        spec: declaration of the matrix ``[k, n]`` before quantization.
 
     Raises:
         ConfigError: the group size does not divide the input features on this rank.
@@ -297,9 +291,7 @@ class QuantizedEmbedding(nn.Layer):
     """A word embedding in 8 bits, or this rank's rows of it.
 
     Args:
-        embedding: the embedding to replace.
-        form: storage (bits, groups, asymmetric or not) of the transposed table ``[h, V]``.
-        declare: see :class:`QuantizedLinear`.
+        form: storage of the transposed table ``[h, V]``.
         join: sums the results of the ranks; None: this rank holds all rows.
     """
 

@@ -1,9 +1,8 @@
-"""Activation recomputation: drop activations in the forward pass, and compute them again in the backward
+"""Activation recomputation: activations are dropped in the forward pass and computed again in the backward
 pass.
 
-The granularities, from least memory to least extra work: ``full`` keeps only a block's input; ``full_attn``
-drops the activations of attention, including its projections; ``core_attn`` drops only scores, softmax and
-context.
+Granularity ``full`` keeps only a block's input; ``full_attn`` drops the activations of attention and its
+projections; ``core_attn`` drops only scores, softmax and context.
 """
 
 from __future__ import annotations
@@ -18,8 +17,12 @@ import paddle
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function without keeping activations; the backward pass runs it again with the same random
-    numbers and context variables. Apart from parameters and random numbers, the function must be pure.
-    ``args`` are tensors or None; at least one tensor must require a gradient."""
+    numbers.
+
+    Args:
+        function: a function whose result depends only on ``args``, parameters and random numbers.
+        args: tensors or None; at least one tensor must require a gradient.
+    """
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
     context, runs = copy_context(), count()

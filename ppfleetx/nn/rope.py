@@ -1,12 +1,5 @@
-"""Rotary position embedding (Su et al., 2021).
-
-Feature ``i`` of the first half of a head is paired with feature ``i`` of the second half, as in Llama, or
-feature ``2 i`` with ``2 i + 1`` (``Model.rotary_interleaved``). Pair ``i`` is rotated by
-``position * base ** (-2 i / head_dim)``, or by the frequency scaled according to ``Model.rope_scaling``.
-
-LongRoPE uses other frequencies for sequences longer than L positions. The tables hold the angles for short
-sequences in their first L rows, then those for long sequences; :func:`places` returns the rows to use.
-"""
+"""Rotary position embedding (Su et al., 2021). Pair ``i`` of a head's features is rotated by
+``position * base ** (-2 i / head_dim)``, or by a scaled frequency (``Model.rope_scaling``)."""
 
 from __future__ import annotations
 
@@ -27,15 +20,15 @@ class RotaryEmbedding:
     """Rotates queries and keys by their positions, with tables of cos and sin.
 
     Args:
-        head_dim: even number of features to rotate: a head's size, or the first part of a head.
+        head_dim: number of features of a head to rotate, which must be even.
         max_positions: number of positions in the tables.
         base: base of the frequencies, 10000 in the paper.
         scaling: how frequencies are scaled; None: not at all.
         interleaved: whether neighboring features are paired, instead of one feature of each half.
 
     Attributes:
-        switch_length: see :meth:`~ppfleetx.config.sections.rope.RopeScalingConfig.switch_length`. If it is
-            not None, the ``position_ids`` of all methods are the result of :func:`places`.
+        switch_length: the longest sequence that uses the first of two sets of angles (LongRoPE); None: there
+            is only one set. With two sets, all ``position_ids`` must come from :func:`places`.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -142,8 +135,9 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """Return the rows of the cos and sin tables for ``position_ids [b, s]`` under LongRoPE. Sequences whose
-    length (``lengths [b or 1, 1]``) exceeds ``switch_length`` use the second part of the tables."""
+    """Return the rows of the cos and sin tables for ``position_ids [b, s]`` under LongRoPE, in sequences of
+    ``lengths [b or 1, 1]``."""
+    # Sequences longer than switch_length use the second part of the tables.
     return position_ids + switch_length * (lengths > switch_length).astype(position_ids.dtype)
 
 

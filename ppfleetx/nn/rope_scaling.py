@@ -1,8 +1,5 @@
-"""Frequencies of the rotary position embedding, optionally scaled to longer sequences. NumPy only.
-
-All numbers are float64. A frequency f is the rotation angle per position; over a sequence, a pair of features
-makes ``length * f / (2 pi)`` turns.
-"""
+"""Frequencies of the rotary position embedding in float64, optionally scaled to longer sequences. This module
+uses only NumPy."""
 
 from __future__ import annotations
 
@@ -19,11 +16,8 @@ def inverse_frequencies(
     """Return the rotation angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
 
     Args:
-        head_dim: even size of a head.
-        base: base of the frequencies, 10000 in the paper.
         scaling: how frequencies are scaled; None: not at all.
-        is_long: with LongRoPE, use the frequencies for sequences longer than
-            ``original_max_position_embeddings``.
+        is_long: whether to return LongRoPE's frequencies for long sequences.
     """
     plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
@@ -66,6 +60,7 @@ def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig)
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":
+        # over a sequence of the original length
         turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         return 1 - np.clip((turns - low) / (high - low), 0, 1)

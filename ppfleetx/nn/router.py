@@ -1,5 +1,4 @@
-"""The router's mathematics as pure functions of its logits: choice of experts, losses, capacity. All in
-float32.
+"""Choice of experts, balancing losses and capacity as functions of a router's logits, in float32.
 
 Shape letters: s positions on this rank, b sequences, E experts, k experts per position.
 """
@@ -75,20 +74,19 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Return statistics of each sequence, ``[b, 2 E + 1]``: choices per expert, summed scores per expert and
-    number of positions. Only this rank's positions that count (``counts [s, b]``) are included, so ranks that
-    share a sequence must sum the result."""
+    """Return sums over this rank's positions of each sequence, ``[b, 2 E + 1]``: choices per expert, scores
+    per expert and number of positions. ``counts [s, b]`` are the weights of the positions."""
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
 
 def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
-    """Return the balancing loss of each sequence, ``[b]``: ``E sum_e f_e P_e``, where f_e is expert e's share
-    of the choices of a sequence, and P_e its mean score (Wang et al., 2024). ``sums`` is the result of
-    :func:`sequence_sums`."""
+    """Return the balancing loss of each sequence, ``[b]``, from the result of :func:`sequence_sums` (Wang et
+    al., 2024)."""
     experts = (sums.shape[-1] - 1) // 2
     choices, scores, positions = sums.split([experts, experts, 1], -1)
     positions = positions.clip(min=1.0)
+    # E sum_e f_e P_e, with f_e the expert's share of the choices, and P_e its mean score.
     return experts * (choices / (top_k * positions) * scores / positions).sum(-1)
 
 
@@ -128,11 +126,12 @@ def within_capacity(
     factor: float,
     policy: str,
 ) -> paddle.Tensor:
-    """Return the mask ``[s, b, k]`` of choices that are kept: 1 for kept, 0 for dropped.
+    """Return the mask ``[s, b, k]`` of choices that are kept: 1 for kept, 0 for dropped. All positions of the
+    sequences must be on this rank.
 
-    In each sequence, an expert accepts ``ceil(factor k n / E)`` choices, for k choices per position, E
-    experts, and n positions that count in the loss. Positions that do not count are never dropped. All
-    positions of the sequences must be on this rank.
+    Args:
+        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Other positions are never dropped.
+        factor: limit of an expert's choices in a sequence, as a multiple of the mean over the experts.
     """
     chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
     if policy == "position":

@@ -1,8 +1,7 @@
 """A model as a list of named stages, and parameters with canonical names and slices.
 
 A stage is a recipe (class and arguments) for one layer, such as a transformer block. A single device builds
-all stages into one container; a pipeline rank builds its own stages from the same list. Name, initial value
-and slice of a parameter are the same in both cases.
+all stages; a pipeline rank builds only its own.
 """
 
 from __future__ import annotations
@@ -41,14 +40,15 @@ Finish = Callable[[nn.Layer, NameOf], None]
 
 @dataclass(frozen=True)
 class Tie:
-    """A sub-layer that is shared by all stages with the same ``key``. In the layer of each such stage, the
-    attribute with the name ``attribute`` holds the same object.
+    """A sub-layer that is shared by all stages with the same ``key``.
 
-    ``key`` is also the canonical name of the sub-layer: its parameters are named ``{key}.weight`` in every
-    stage. The sub-layer must only hold shared parameters, because a copy on another pipeline rank would leave
-    other parameters without a gradient.
+    Attributes:
+        key: canonical name of the sub-layer; its parameters are named ``{key}.weight`` in every stage.
+        attribute: name of the attribute of each stage's layer that holds the sub-layer.
     """
 
+    # The sub-layer may hold only shared parameters: in its copy on another pipeline rank, others would get no
+    # gradient.
     key: str
     attribute: str
 
@@ -65,7 +65,7 @@ class Stage:
         tie: the sub-layer that is shared with other stages.
         wraps: whether the layer only wraps a sub-layer with the stage's name. Stage ``head`` then names its
             parameters ``head.weight``, not ``head.head.weight``.
-        finish: called with the new layer before its parameters get names and values; may modify the layer.
+        finish: may modify the new layer before its parameters get names and values.
     """
 
     name: str
@@ -89,17 +89,12 @@ def _finish_both(first: Finish, then: Finish | None, layer: nn.Layer, name_of: N
 class LayerFactory(Protocol):
     """Makes the layers whose parameters a parallel plan may slice. Callers pass global sizes.
 
-    The factory declares every parameter of its layers (:func:`declare`), still without a name. Blocks never
-    read a parallel degree; :meth:`local_count` tells how many of a number of equal parts are on this rank.
-
     Attributes:
         attention: the context-parallel strategy of attention.
         group: process group of the ranks that divide the columns of logits; None: this rank has all columns.
         sequence_parallel: whether tensor-parallel ranks hold different positions of the hidden states.
-        fused: the fused operators that its layers use.
-        matmul: multiplies by the weights of its layers.
         keeps_weights: whether weights keep their values and memory after their first use.
-        experts: sends rows of hidden states to the ranks of their experts, and back.
+        experts: sends hidden states to the ranks of their experts, and back.
         hidden_same_on: axes whose ranks hold the same hidden states of a micro batch.
     """
 
@@ -193,11 +188,9 @@ def build_stage(
     """Build the layer of one stage, with canonical names and initial values of its parameters.
 
     Args:
-        seed: seed of the initial values, which also depend on the names; None leaves them unset, because a
-            checkpoint will be loaded.
-        shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key,
-            or adds its own.
-        empty: whether to free the parameters' memory after naming them, without drawing values.
+        seed: seed of the initial values; None: they are not set, because a checkpoint will be loaded.
+        shared: tied sub-layers built so far in this process, by key. This call adds the stage's own.
+        empty: whether to free the parameters' memory instead of drawing values.
     """
     kwargs = dict(stage.kwargs)
     known = stage.tie is not None and shared is not None and stage.tie.key in shared

@@ -1,9 +1,5 @@
-"""Memory of a forward and backward pass, simulated from a list of operations (a tape).
-
-Each operation allocates its result and temporary memory, and keeps some tensors for its backward pass, which
-turns the gradient of the result into gradients of the inputs. The simulation returns the memory kept between
-the passes, and the peak of each pass.
-"""
+"""Memory of a forward and backward pass, simulated from a list of operations (a tape): the memory kept
+between the passes, and the peak of each pass."""
 
 from __future__ import annotations
 
@@ -16,20 +12,17 @@ class Step:
     """One operation of a forward pass. All sizes are in bytes.
 
     Attributes:
-        writes: name of the result.
-        size: size of the result.
+        writes, size: name and size of the result.
         reads: names of the inputs that get a gradient.
-        keeps: names of tensors (its own result or earlier results) that the operation's backward pass needs.
+        keeps: names of the tensors that the operation's backward pass needs.
         extra: memory kept for the backward pass in addition to named tensors, such as masks.
         scratch: temporary memory in the forward pass.
         back: temporary memory in the backward pass, in addition to the gradients.
         gradients: size of the gradients of the operation's parameters.
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
-        no_values: whether the operation uses no parameters, so that sharding stage 3 need not hold their
-            values.
-        inner: steps whose tensors are dropped in the forward pass and recomputed in the backward pass; only
-            ``reads`` are kept.
+        no_values: whether the operation uses no parameters.
+        inner: the steps that the backward pass recomputes; None: it recomputes nothing.
     """
 
     writes: str
@@ -48,12 +41,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Tape:
-    """Operations in the order of the forward pass.
+    """Operations in the order of the forward pass. The result of the last one is the result of the tape.
 
     Attributes:
-        inputs: sizes of the input tensors by name. Their memory exists before and after the pass.
-        steps: the operations. The result of the last operation is the result of the tape.
-        low_share: see :attr:`ppfleetx.nn.cost.Work.low_share`.
+        inputs: sizes of the input tensors by name, in bytes.
     """
 
     inputs: dict[str, float]
@@ -129,11 +120,10 @@ class Tape:
         return peaks[0], peaks[1]
 
     def backward_peak(self, *, first: bool, values: float = 0.0) -> float:
-        """Return the peak memory of the backward pass in bytes: kept tensors, gradients and temporaries.
+        """Return the peak memory of the backward pass in bytes.
 
         Args:
-            first: whether this is the first micro batch, whose parameter gradients are allocated; later
-                gradients are added to them.
+            first: whether this is the first micro batch, for which parameter gradients are allocated.
             values: as in :meth:`forward_peak`.
         """
         with_values, without = self._backward_peaks[not first]

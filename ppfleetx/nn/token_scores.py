@@ -1,8 +1,5 @@
 """Score the tokens of a text: the log probability of each token, and whether it is the most likely one.
 
-The scores are exact also where the training loss is not: Paddle's cross entropy on the CPU is capped at 64,
-and turns NaN logits into a finite number.
-
 Shape letters: s positions, b rows, V columns of the logits, n scored positions.
 """
 
@@ -38,7 +35,6 @@ def token_scores(
 
     Returns:
         Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
-            Of equal logits, the first counts as the most likely. Logits that are NaN or +inf give NaN.
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_scores, true_vocab=true_vocab, group=group)
@@ -72,6 +68,7 @@ def _score_rows(
     if num_true < width:
         rows = rows.clone()
         rows[:, num_true:] = -float("inf")
+    # Not Paddle's cross entropy, which on the CPU is capped at 64 and turns NaN logits into a finite number.
     highest, token = _likeliest(rows.max(axis=-1), rows.argmax(axis=-1) + first, group)
     column = wanted - first
     is_here = paddle.logical_and(column >= 0, column < width)

@@ -1,8 +1,5 @@
 """Matrix products in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's wheel.
-
-Paddle has no bfloat16 products for CPUs. These products round float32 operands to bfloat16, accumulate in
-float32 and return float32, in about half the time of MKL's float32 products. ``bfloat16.cc`` has the details.
-"""
+Operands are rounded to bfloat16; sums and results are float32."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ def matmul(
 
     Args:
         x: ``[..., m, k]`` float32 or bfloat16; ``[..., k, m]`` with ``transpose_x``.
-        y: ``[..., k, n]`` with the leading dimensions of ``x``, or ``[k, n]``; with ``transpose_y`` its last
-            two dimensions are swapped.
+        y: ``[..., k, n]`` or ``[k, n]``; with ``transpose_y``, the last two dimensions are swapped.
         bias: ``[n]`` float32.
     """
     return _C_ops._run_custom_op("ppfleetx_bfloat16_matmul", x, y, bias, transpose_x, transpose_y)[0]

@@ -25,13 +25,11 @@ _ONEDNN = "libdnnl.so.3"
 
 
 def build(library: str) -> Path | None:
-    """Compile a library of operators for this machine if necessary, and return its path.
-
-    Returns None for ``bfloat16`` if the processor has no bfloat16 instructions, or this build of Paddle has
-    no oneDNN.
+    """Compile a library of operators for this machine if necessary. Return its path; None if the processor or
+    Paddle lacks support.
 
     Raises:
-        UserError: there is no compiler, the compiler fails, or the library cannot be written or loaded.
+        UserError: the library cannot be compiled, written or loaded.
     """
     has_onednn = (Path(paddle.sysconfig.get_lib()) / _ONEDNN).exists()
     if library == "bfloat16" and (cpu_obstacle("bfloat16") or not has_onednn):

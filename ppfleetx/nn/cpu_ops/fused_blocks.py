@@ -1,8 +1,4 @@
-"""One CPU operator that runs all transformer blocks on a few new positions (decoding).
-
-A block takes about thirty Paddle operators, whose launches cost as much as the computation for few rows.
-``fused_blocks.cc`` runs all blocks and the final norm in one operator that reads matrices in their stored
-format. The result is that of the layers, in float32, up to rounding.
+"""One CPU operator that runs all transformer blocks and the final norm on a few new positions (decoding).
 
 Shape letters: s new positions, b rows, h hidden size, g key/value heads, k columns of the cache, d head size.
 """
@@ -47,11 +43,10 @@ class BlockSizes:
 
     Attributes:
         groups: number of key/value heads.
-        per_group: query heads per key/value head.
-        head_dim: head size.
+        per_group: number of query heads per key/value head.
         rotary_dim: number of features of a head with rotary positions; 0: none.
         activation: index in :data:`ACTIVATIONS`.
-        inner: input features of the MLP's second matrix.
+        inner: number of input features of the MLP's second matrix.
         parallel_residual: whether the MLP reads the same hidden states as attention.
     """
 
@@ -66,15 +61,12 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """The weights of all blocks, and integers that tell the operator where each of them is used.
-
-    Attributes:
-        tensors: the weights.
-        layout: first the sizes; then, for the linears and norms of each block and for the final norm, the
-            indices of their weights in ``tensors``.
-    """
+    """The weights of all blocks (``tensors``), and integers that tell the operator where each of them is used
+    (``layout``)."""
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
+    # First the sizes; then, for the linears and norms of each block and for the final norm, the indices of
+    # their weights in ``tensors``.
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
@@ -107,9 +99,8 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """Append a norm: LayerNorm if it has a bias, else RMSNorm; none if ``weight`` is None. The six norms
-        of a block follow its matrices: before and after attention, before and after the MLP, of queries, of
-        keys."""
+        """Append a norm: LayerNorm if it has a bias, else RMSNorm; none if ``weight`` is None. Each block has
+        six, after its linears: before and after attention, before and after the MLP, of queries, of keys."""
         self._point_to(weight)
         self._point_to(bias)
 
@@ -133,8 +124,8 @@ def run(
     Args:
         hidden: float32 on CPU.
         column: ``[1]`` int64, the column of the cache for the first new position.
-        penalty: ``[b, 1, s, k]`` or ``[1, 1, s, k]`` float32, added to the scores; None: nothing is added.
-            The causal mask always applies.
+        penalty: ``[b or 1, 1, s, k]`` float32, added to the scores besides the causal mask; None: nothing is
+            added.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
         cache: keys and values of each block in turn, ``[b, g, k, d]``. New columns are written in place.
 

@@ -2,14 +2,8 @@
 
     python -m ppfleetx.nn.cpu_ops
 
-This needs a C++ compiler and a few seconds; ``make`` runs it for its own environment. A library is for one
-version of Paddle and one kind of CPU. Without it, Paddle's operators and NumPy give the same results. To
-remove the libraries, delete the directory ``built``.
-
-``few_rows`` multiplies a few rows by a large matrix, ``grouped_product`` multiplies each row by the matrix of
-its expert, and ``nucleus`` applies top-p to probabilities; see ``few_rows.h`` and ``kernels.cc`` for details.
-:mod:`~ppfleetx.nn.cpu_ops.quantized` has operators for quantized weights, and
-:mod:`~ppfleetx.nn.cpu_ops.fused_blocks` has one operator that runs all blocks of a model.
+This needs a C++ compiler. Without the operators, Paddle's operators and NumPy give the same results. To
+remove compiled operators, delete the directory ``built``.
 """
 
 from __future__ import annotations
@@ -85,8 +79,11 @@ def note_if_missing() -> None:
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """Return ``x [..., k] @ weight + bias``, float32 on a CPU, without gradients; fast if ``x`` has few rows.
-    ``panels [p, k, WIDTH]`` holds ``weight [k, num_columns]`` in p blocks of columns, padded with zeros."""
+    """Return ``x [..., k] @ weight + bias``, float32 on a CPU, without gradients.
+
+    Args:
+        panels: ``weight [k, num_columns]`` in p blocks of columns, ``[p, k, WIDTH]``, padded with zeros.
+    """
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
 

@@ -1,15 +1,7 @@
 """Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled
 (``python -m ppfleetx.nn.cpu_ops``).
 
-Decoding reads every weight once per token, so it is faster if weights have fewer bytes. Weights are widened
-to float32 in registers; with 8-bit activations, products are summed as integers (by ``vpdpbusd`` if the CPU
-has it). ``quantized.cc`` has the details.
-
-Asymmetric scales are float16 ``[2 g, n]``, with scale and offset of each group alternating. The product then
-adds ``offset * sum(x)`` for each group.
-
-Shape letters: k input features, n output features, g groups of input features, p panels of w columns. Results
-differ from ``x @ dequantized + bias`` in float64 by at most 2e-6 of ``|x| @ |dequantized|``.
+Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
 """
 
 from __future__ import annotations
@@ -38,13 +30,15 @@ def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
     """Arrange the packed 4-bit integers of a weight, ``[k / 2, n]`` uint8, in p panels of w columns,
-    ``[p, k / 8, w, 4]``. The last dimension holds 8 successive integers of a column in 4 bytes."""
+    ``[p, k / 8, w, 4]``."""
+    # The last dimension holds 8 successive integers of a column in 4 bytes.
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
     """Arrange the 8-bit integers of a weight ``[k, n]`` in p panels of w columns, ``[p, k / 4, w, 4]``,
-    padded with zeros. The last dimension holds 4 successive integers of a column."""
+    padded with zeros."""
+    # The last dimension holds 4 successive integers of a column.
     quads = -(-levels.shape[0] // 4)
     return _fill(levels, 4).reshape([quads, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
@@ -67,13 +61,14 @@ def product(
 
     Args:
         kind: ``int8`` or ``int4``, the type of the weights; ``int8_int8`` or ``int4_int8`` also rounds ``x``
-            to 8 bits, with one scale per row and group of ``scales``. A row with NaN or infinity gives NaN.
+            to 8 bits.
         x: float32 on CPU.
         panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
             :func:`int4_panels`.
         scales: result of :func:`scale_panels`.
-        bias: ``[n]`` or None, for n ``columns``.
+        bias: ``[columns]``; None: no bias.
     """
+    # The result differs from that in float64 by at most 2e-6 of ``|x| @ |dequantized weight|``.
     return _C_ops._run_custom_op(f"ppfleetx_{kind}", x, panels, scales, bias, columns)[0]
 
 
