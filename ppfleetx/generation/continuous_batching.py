@@ -68,8 +68,8 @@ class JoinableCache(GrowingCache):
         self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
-        """Append the rows of another cache to this one. The shorter cache is padded on the left, so that the last
-        tokens of all rows are in the same column."""
+        """Append the rows of another cache to this one. The shorter cache is padded on the left,
+        so that the last tokens of all rows are in the same column."""
         columns = max(self.length, other.length)
         for layer, theirs in other._layers.items():
             mine = self._layers.get(layer, ())
