@@ -1,8 +1,8 @@
 """Checks that all ranks use the same configuration, read the right data, hold equal copies of weights, and
 compute finite numbers. ``Engine.checks`` selects the checks:
 
-- ``cheap`` compares configurations at the start, batches at every step (a few bytes per rank), and copies of
-  weights at the start and before each checkpoint.
+- ``cheap`` compares configurations at the start, batches at every step, and copies of weights at the start
+  and before each checkpoint.
 - ``full`` also checks at every step that copies of weights and of optimizer states are equal, that no two
   data-parallel replicas read the same sample, and that activations and gradients are finite.
 - ``off`` checks nothing.
@@ -39,7 +39,7 @@ class CheckFailedError(UserError):
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
     """Check that ``values``, the configuration by dotted key, is the same on all ranks. All ranks must call
-    this. Raises CheckFailedError, which names two ranks and the keys in which they differ."""
+    this. Raises CheckFailedError."""
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
     digests = gather(ctx, digest)
@@ -67,9 +67,9 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
-    """Check, from :func:`batch_digest` of every rank, that the ranks of one data-parallel replica read the
-    same batch. With ``distinct``, also check that different replicas read different batches. Raises
-    CheckFailedError on all ranks, with two ranks that disagree."""
+    """Check that the ranks of one data-parallel replica read the same batch. ``digests`` has the
+    :func:`batch_digest` of each rank. With ``distinct``, different replicas must read different batches.
+    Raises CheckFailedError."""
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -91,13 +91,13 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
     """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this, each
-    with the ids of its samples; negative ids are padding and not compared. Raises CheckFailedError on every
-    rank, with the sample and two ranks."""
+    with its sample ids; negative ids are ignored. Raises CheckFailedError."""
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
         for sample in ids:
             other = seen.setdefault(sample, rank)
+            # Negative ids are padding.
             if sample >= 0 and ctx.plan.data_rank(other) != ctx.plan.data_rank(rank):
                 raise CheckFailedError(
                     f"ranks {other} and {rank} belong to different data ranks but both read sample {sample}"
@@ -111,14 +111,12 @@ Held = tuple[str, "Tensor", Any]
 
 
 def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
-    """Check that the copies of each tensor on different ranks are bitwise equal. All ranks must call this.
-    Raises CheckFailedError on every rank, with the tensors that differ and two ranks for each.
-
-    Tensors of two ranks are copies if they have the same name and the same offset in the whole tensor. Such
-    ranks may differ in dp, sharding, sep or mp. For tied weights, they may also be on two pipeline stages.
-    """
+    """Check that the copies of each tensor on different ranks are bitwise equal. Copies have the same name
+    and the same offset in the whole tensor. All ranks must call this. Raises CheckFailedError."""
     if ctx.world_size == 1:
         return
+    # Ranks that hold copies may differ in dp, sharding, sep or mp, and for tied weights in the pipeline
+    # stage.
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
     seen: dict[str, tuple[int, str]] = {}
     differing: dict[str, tuple[int, int]] = {}
@@ -138,8 +136,7 @@ def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Return the XOR and the sum of the tensor's 64-bit words, and the CRC of the bytes after the last whole
-    word. A CRC of the whole tensor would take ten times as long."""
+    """Return a checksum of the tensor's bytes."""
     from ppfleetx.distributed.transfer import read
 
     in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
@@ -147,6 +144,7 @@ def _checksum(tensor: Tensor) -> str:
     content = array.reshape(-1).view(np.uint8)
     words = content[: content.size // 8 * 8].view(np.uint64)
     rest = zlib.crc32(content[words.nbytes :])
+    # XOR and sum of the 64-bit words: a CRC of the whole tensor would take ten times as long.
     return f"{np.bitwise_xor.reduce(words):x} {np.add.reduce(words):x} {rest:x}"
 
 
@@ -160,8 +158,8 @@ class NonFinitePlace:
     Attributes:
         in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
         index: number of the layer in the model.
-        parameter: for a gradient, the name of its parameter. For an output, the name of a parameter of the
-            layer that has non-finite elements, or "" if all of its parameters are finite.
+        parameter: for a gradient, the name of its parameter; for an output, the name of a parameter of the
+            layer that is not finite, or "" if there is none.
         micro_batch: number of the micro batch in the step, from 0; None if unknown.
     """
 
@@ -248,14 +246,11 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return (rank, place) of the non-finite number that appeared first in the whole job, or None if there is
-    none. All ranks must call this, each with the place that it found.
-
-    The first place is the lowest layer with a non-finite output. If all outputs are finite, it is the highest
-    layer with a non-finite gradient.
-    """
+    """Return (rank, place) of the first non-finite number in the job, or None if there is none. All ranks
+    must call this, each with the place that it found."""
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:
         return None
+    # The lowest layer with a non-finite output; if there is none, the highest with a non-finite gradient.
     return min(found, key=lambda at: (not at[1].in_forward, at[1].index * (1 if at[1].in_forward else -1)))

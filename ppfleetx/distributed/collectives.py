@@ -18,9 +18,9 @@ Multi-tensor kernels use vector loads without checking the alignment."""
 
 
 def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Return where to place tensors in one flat tensor so that each begins at a multiple of :data:`ALIGNMENT`
-    bytes: the offset of each, and the end of the last, in elements. ``sizes`` are the tensors' numbers of
-    elements, ``itemsize`` the bytes per element.
+    """Return the offset of each tensor in one flat tensor, and the end of the last, in elements. Each tensor
+    begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of elements,
+    ``itemsize`` the bytes per element.
 
     >>> aligned_offsets([3, 64, 65, 1], 4)
     ([0, 64, 128, 256], 257)
@@ -38,8 +38,8 @@ def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Sum each tensor over the ranks of ``group``. The sums arrive in the tensors of the rank whose number in
-    the group is ``owner``; the contents of the other ranks' tensors become undefined."""
+    """Sum each tensor over the ranks of ``group``, in place on rank ``owner`` of the group. On the other
+    ranks, the contents become undefined."""
     destination = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
 
@@ -52,9 +52,8 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
 
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum a small tensor elementwise over ``group``: each rank gathers the tensors of all ranks and adds
-    them. All ranks add in rank order, so their sums are bitwise equal. This also works for element types that
-    the device's communication library cannot sum, such as float64 and uint8 on Ascend cards."""
+    """Sum a small tensor elementwise over ``group``. The sums are bitwise equal on all ranks."""
+    # All ranks add in rank order. Ascend's library could not sum float64 and uint8 in an all-reduce.
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
     distributed.stream.all_gather(received, own, group=group)
@@ -62,12 +61,9 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Copy the first rank's tensors to all other ranks of ``group``, in place. Use it for tensors that should
-    be equal on all ranks already; afterwards they are bitwise equal.
-
-    This is an all-reduce to which all ranks but the first contribute their tensors times zero. The result is
-    exact, except that a NaN or an infinity on any rank gives a non-finite result on all ranks.
-    """
+    """Copy the first rank's tensors to all other ranks of ``group``, in place. A NaN or an infinity on any
+    rank makes the result non-finite on all ranks."""
+    # The other ranks contribute zeros to an all-reduce, so the result is exact.
     is_first = group.rank == 0
 
     def start(flat: paddle.Tensor) -> Any:
@@ -83,13 +79,9 @@ def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], A
 
 
 class Packed:
-    """A running collective on ``tensors``, which must have the same element type. They are packed into one
-    flat tensor, so that one message is enough. Do not use them before :meth:`complete` has written the result
-    to them.
-
-    The function ``start`` is called with the flat tensor. It must start an asynchronous in-place collective
-    on this tensor and return the task.
-    """
+    """A running collective on ``tensors`` of one element type, packed into one flat tensor. ``start`` must
+    start an asynchronous in-place collective on the flat tensor and return its task. Do not use the tensors
+    before :meth:`complete` has returned."""
 
     @paddle.no_grad()
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
@@ -110,12 +102,11 @@ class Packed:
 
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` into one flat tensor and return it. Each tensor then shares memory with its part of
-    the flat one.
+    """Move ``tensors`` into one flat tensor, and return it. They then share memory with their parts of it. A
+    single tensor is returned as it is.
 
-    The tensors must have the same element type and must not share memory with other tensors. Each part starts
-    at a multiple of :data:`ALIGNMENT` bytes; the gaps are zeros. During the move, the tensors need twice the
-    memory. A single tensor is returned as it is, and nothing is moved.
+    The tensors must have the same element type and must not share memory with other tensors. During the move,
+    they need twice the memory.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -151,16 +142,15 @@ def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
 
 
 def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
-    """Differentiable all-to-all: each rank splits its tensor along ``split_dim``, sends part i to rank i of
-    ``group``, and concatenates the parts it receives along ``concat_dim``. With n ranks, the sizes (n k, m)
-    along these dimensions become (k, n m)."""
+    """Differentiable all-to-all over ``group``: split the tensor along ``split_dim``, and concatenate the
+    received parts along ``concat_dim``. With n ranks, the sizes (n k, m) along these dimensions become (k, n
+    m)."""
     return _Exchange.apply(tensor, group, split_dim, concat_dim)
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``. In the backward pass, the gradient of the sum becomes the gradient of
-    ``tensor``, which is right if all ranks compute the same loss from the sum. An all-reduce would count that
-    loss once per rank."""
+    """Sum ``tensor`` over ``group``. Its gradient is the gradient of the sum, which is right if all ranks
+    compute the same loss from the sum."""
     return _SumOfRanks.apply(tensor, group)
 
 
@@ -179,12 +169,8 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """All-to-all with different numbers of rows: send the first ``sent[0]`` of ``rows`` to rank 0 of
-    ``group``, the next ``sent[1]`` to rank 1, and so on. Returns the ``received[i]`` rows from each rank i,
-    in rank order.
-
-    Not differentiable. Every rank of the group must call this, even if it sends and receives no rows.
-    """
+    """Exchange rows among the ranks of ``group``, in rank order: send ``sent[i]`` of ``rows`` to rank i, and
+    return ``received[i]`` rows from it. Every rank must call this. Not differentiable."""
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 
@@ -227,6 +213,7 @@ class _SumOfRanks(PyLayer):
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        # An all-reduce of the gradient would count the loss once per rank.
         return upstream
 
 

@@ -1,5 +1,5 @@
-"""Where this process is in the parallel job: its rank, its coordinates along the parallel axes, and its
-process groups. A :class:`ParallelContext` is passed as an argument; it is not a global."""
+"""The place of this process in the parallel job: its rank, its coordinates along the parallel axes, and its
+process groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class ParallelContext:
     """This process's rank and coordinates in the parallel plan, and its process group along each axis that
     has more than one rank.
 
-    ``data_rank`` is ``dp rank x sharding degree + sharding rank``: the number of the data-parallel replica.
-    Processes with the same data rank read the same samples.
+    ``data_rank`` is the number of the data-parallel replica: ``dp rank x sharding degree + sharding rank``.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -82,12 +81,8 @@ class ParallelContext:
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
         """Return the process group of the ranks that differ from this one only along ``axes``; None if this
-        rank is the only one.
-
-        The groups along a single axis of the plan and the group over dp and sep always exist. A group over
-        other axes together, or along an axis of expert parallelism, must have been created by
-        :meth:`with_groups`.
-        """
+        rank is the only one. Groups over several axes, other than dp and sep, and groups of expert
+        parallelism must have been created by :meth:`with_groups`."""
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
             return None
@@ -99,8 +94,7 @@ class ParallelContext:
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
         """Return a copy of this context with process groups over the combinations of axes in ``needed``, such
-        as ``("dp", "mp")``, for :meth:`group_over`. This is a collective: all ranks must pass the same
-        ``needed``."""
+        as ``("dp", "mp")``. All ranks must call this with the same ``needed``."""
         groups = dict(self.groups)
         for axes in needed:
             axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
@@ -112,12 +106,8 @@ class ParallelContext:
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
         """Return a copy of this context with process groups for an all-to-all along ``axis`` in two levels:
-        between nodes, then within nodes. :meth:`levels_of` gives access to them. This is a collective: all
-        ranks must call it.
-
-        Returns this context itself if the axis cannot be split into levels of ``per_node`` ranks, for example
-        because its ranks are on one node.
-        """
+        between nodes, then within nodes of ``per_node`` ranks. All ranks must call this. Returns this context
+        itself if the axis has no such levels."""
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
             return self
@@ -174,8 +164,8 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum a number over the data-parallel replicas, given its value on every rank of the job; ranks of
-        the same replica have equal values. Each replica counts once. Nothing is communicated."""
+        """Sum a number over the data-parallel replicas, each counted once. ``values`` has the number of every
+        rank; ranks of the same replica have equal values. Nothing is communicated."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

@@ -1,9 +1,6 @@
 """Exchange values between all ranks of a job, raise an error of one rank on all ranks, and let the first rank
-of each node do work for the others.
-
-Functions that take a context are collectives of the whole job, unless they say otherwise: all ranks must call
-them, in the same order.
-"""
+of each node do work for the others. All ranks must call the functions that take a context, in the same order,
+unless a function says otherwise."""
 
 from __future__ import annotations
 
@@ -61,13 +58,8 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: if one rank raises a UserError inside, all ranks raise an error with its message.
-
-    The code inside must not communicate, because a rank that fails would leave the others waiting.
-
-    If only some ranks fail with this message, the numbers of these ranks are put before it. If one rank makes
-    a check for all ranks, its number says nothing: leave it out by ``name_ranks=False``.
-    """
+    """Context manager: a UserError that one rank raises inside is raised on all ranks. The code inside must
+    not communicate. ``name_ranks`` says whether the message names the ranks that failed."""
     error: UserError | None = None
     try:
         yield
@@ -90,9 +82,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Return one error message for all ranks: the first in ``texts``. ``texts`` has an entry for each rank,
-    its error message or None. With ``name_ranks``, the numbers of the ranks with this message are put before
-    it, unless all ranks have it."""
+    """Return the first error message in ``texts``, which has an entry for each rank. ``name_ranks`` says
+    whether the result names the ranks that have this message."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):
@@ -102,11 +93,7 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return each rank's
-    result. Use it if ``make`` fills a cache on disk that the later calls only read.
-
-    The other ranks wait without a timeout, but notice by heartbeats if a first rank dies. A UserError on any
-    rank is raised on every rank.
-    """
+    result. All ranks must call this. A UserError on any rank is raised on every rank."""
     if ctx.world_size == 1:
         return make()
     is_first = local_rank() == 0

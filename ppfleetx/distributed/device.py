@@ -1,12 +1,7 @@
-"""Everything that depends on the kind of device: CPU, GPU, XPU or a plugin's device. Other modules do not
-distinguish kinds of devices.
+"""Everything that depends on the kind of device: CPU, GPU, XPU or a plugin's device.
 
-A device has Paddle's name, such as ``npu`` or ``npu:3``. Its kind is the part before the colon: ``cpu``,
-``gpu``, ``xpu``, or a name that a plugin has registered with Paddle. Every device except a CPU is called a
-*card*: it has its own memory and computes in parallel with the host, which waits for the card when it reads a
-result.
-
-The functions import Paddle only when they are called.
+A device has Paddle's name, such as ``npu:3``; its kind is the part before the colon. Every device except a
+CPU is called a *card*. The functions import Paddle only when they are called.
 """
 
 from __future__ import annotations
@@ -109,17 +104,9 @@ def cards_here() -> list[str]:
 
 
 def choose_device(wanted: str, place: str | None = None) -> str:
-    """Return the kind of device to use for a value of ``Global.device``, such as ``gpu`` for ``auto`` on a
-    machine with GPUs.
-
-    Args:
-        wanted: the value of ``Global.device``.
-        place: where it was set, for the error message.
-
-    Raises:
-        ConfigError: there is no device of that kind, or Paddle's launcher has assigned to this process a card
-            that does not exist.
-    """
+    """Return the kind of device for a value of ``Global.device``, such as ``gpu`` for ``auto`` on a machine
+    with GPUs. ``place`` is where the value was set, for the error message. Raises ConfigError if there is no
+    such device."""
     import paddle
 
     cards = cards_here()
@@ -206,13 +193,12 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def computes_in(dtype: str) -> bool:
-    """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``. On
-    a card, this tries a matrix product, because Paddle may lack the kernel, or warn and compute in float32
-    instead. On a CPU, it looks at the feature flags."""
+    """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``."""
     import paddle
 
     if not on_card():
         return cpu_obstacle(dtype) is None
+    # Paddle may lack the kernel, or warn and compute in float32 instead.
     try:
         with warnings.catch_warnings(), paddle.no_grad(), paddle.amp.auto_cast(dtype=dtype):
             warnings.simplefilter("ignore")
@@ -246,19 +232,16 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
-    """Return whether ``x`` is float16 or bfloat16 and this process's device has no ``kernel`` for that type.
-    The caller then computes in float32. Otherwise Paddle would raise an error or use the CPU's kernel, which
-    waits for the card and draws from an unseeded generator.
-
-    Always False on CPUs and GPUs, which have all kernels that ppfleetx uses there, and while a program is
-    traced for export.
-    """
+    """Return whether ``x`` is float16 or bfloat16 and this process's device has no ``kernel`` for that type,
+    so that the caller must compute in float32. Always False while a program is traced for export."""
     import paddle
 
     if x.dtype not in (paddle.float16, paddle.bfloat16) or not paddle.in_dynamic_mode():
         return False
     device = paddle.get_device()
     dtype = str(x.dtype).removeprefix("paddle.")
+    # CPUs and GPUs have all kernels that ppfleetx uses there. On other cards, Paddle would raise an error or
+    # use the CPU's kernel, which waits for the card and draws from an unseeded generator.
     return kind_of(device) not in (CPU, GPU) and dtype not in kernel_types(kernel, device)
 
 
@@ -305,10 +288,10 @@ def recorded_event() -> Any:
 
 def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Queue a copy of ``array`` to this process's card without waiting for it. Returns the copy and its
-    source in host memory, which must be kept alive until the copy is done. On GPUs the source is pinned
-    memory; Paddle has none for other cards."""
+    source in host memory, which must be kept alive until the copy is done."""
     import paddle
 
+    # Paddle has pinned memory only for GPUs.
     here = place()
     if isinstance(here, paddle.CUDAPlace):
         source = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
@@ -319,19 +302,20 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     """Queue a copy of a contiguous tensor to host memory and return the copy. It is valid only after the card
-    has done the work queued before it. On GPUs the copy is in pinned memory and the call returns at once. For
-    other cards Paddle has no pinned memory, so the call waits."""
+    has done the work queued before it."""
     import paddle
 
+    # Paddle has pinned memory only for GPUs; for other cards, this call waits.
     on_gpu = isinstance(place(), paddle.CUDAPlace)
     return tensor._copy_to(paddle.CUDAPinnedPlace() if on_gpu else paddle.CPUPlace(), False)
 
 
 def join(device_place: Any) -> None:
-    """Select the process's card for the calling thread. A new thread must do this before its first CUDA call.
-    Otherwise CUDA selects card 0, where every process would create a context of a few hundred MB."""
+    """Select the process's card for the calling thread. A new thread must do this before its first CUDA
+    call."""
     from paddle.base import core
 
+    # Otherwise CUDA selects card 0, where every process would create a context of a few hundred MB.
     if isinstance(device_place, core.CUDAPlace):
         core.set_cuda_current_device_id(device_place.get_device_id())
 

@@ -23,7 +23,7 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
     """Set Paddle's device, flags and seeds for a run, and connect to the other processes of the job. Raises
-    ConfigError if ``Global.device`` is not available, or Paddle rejects a flag in ``Global.flags``."""
+    ConfigError if Paddle does not accept ``Global.device`` or ``Global.flags``."""
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
@@ -75,12 +75,8 @@ def flags_of_run() -> dict[str, Any]:
 
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
-    """Call ``fleet.init`` with the parallel degrees of ``plan``, and return this process's context. Nothing
-    else in the package calls ``fleet.init``.
-
-    On a CPU, the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed first. Raises
-    ConfigError if the installed Paddle is a CUDA build, in which these groups do not work.
-    """
+    """Call ``fleet.init`` with the parallel degrees of ``plan``, and return this process's context. Raises
+    ConfigError if a CPU is used with Paddle's CUDA build."""
     from paddle.distributed import fleet
 
     if not is_card(device):

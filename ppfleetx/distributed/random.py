@@ -1,12 +1,8 @@
 """Random numbers for dropout that depend on the training step, not on what the process has done before.
 
-The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number). So they are
-the same after a run was resumed or evaluated, and on whatever pipeline rank the layer is. Checkpoints need no
-states of generators.
-
-There are two streams of random numbers. The *default* stream is for activations of which all tensor-parallel
-ranks hold a copy, and which need equal masks. The *sliced* stream is for activations that are split between
-these ranks. Both are Paddle generators, so recomputation saves and restores them.
+The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number), so
+checkpoints need no states of generators. Activations of which all tensor-parallel ranks hold a copy use the
+*default* stream of random numbers. Activations that are split between these ranks use the *sliced* stream.
 """
 
 from __future__ import annotations
@@ -56,11 +52,8 @@ def sliced_stream() -> AbstractContextManager[None]:
 
 
 class DropoutStreams:
-    """Seeds the random generators for dropout whenever a layer starts a forward pass in training.
-
-    The seeds differ between data-parallel replicas and between sep ranks. Activations that are split between
-    tensor-parallel ranks use a second generator, whose seeds differ between these ranks too.
-    """
+    """Seeds the random generators for dropout whenever a layer starts a forward pass in training. The seeds
+    differ between data-parallel replicas and between sep ranks."""
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
         self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))
@@ -73,8 +66,8 @@ class DropoutStreams:
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Add a hook to each layer that contains dropout. It seeds the random generators at the start of each
-        forward pass of the layer. ``stages`` are pairs (index in the whole model, layer) of this rank."""
+        """Add a hook to each layer with dropout, which seeds the random generators at the start of its
+        forward pass. ``stages`` are pairs (index in the whole model, layer) of this rank."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

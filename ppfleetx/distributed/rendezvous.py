@@ -1,10 +1,5 @@
 """Rendezvous of the processes of a job: the first process listens, the others connect to it, and each gets
-the names and addresses of all. Every wait has a time limit; the error names the address and the missing
-processes.
-
-CPU process groups use this instead of Paddle's TCPStore, which waits in C++ for missing ranks and cannot name
-them. ``ppfleetx doctor`` uses it too, and exchanges further messages over the connections.
-"""
+the names and addresses of all. Every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -79,8 +74,8 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """Wait for the next message and return it. Raises TimeoutError if it has not arrived at ``deadline``
-        (``time.monotonic``), and ConnectionError if the connection is closed or the message is not JSON."""
+        """Wait for the next message and return it. Raises TimeoutError at ``deadline`` (``time.monotonic``),
+        and ConnectionError if the connection is closed or the message is not JSON."""
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -119,8 +114,7 @@ class Member:
 
     Attributes:
         name: its name in messages.
-        number: its number in the job; 0 is the process that listens. None: the listening process numbers the
-            others in the order of their arrival.
+        number: its number in the job; 0 is the process that listens. None: the order of arrival decides.
         address: where other processes can connect to this one later; None if they need not.
     """
 
@@ -136,9 +130,8 @@ class Members:
     Attributes:
         number: number of this process.
         names, addresses: names and addresses of all processes, by number.
-        token: 256 random bits that all processes got, to prove that a later connection belongs to this job.
-        lines: the open connections, by the number of the process at the other end. The first process has one
-            to each other process; the others have one to the first.
+        token: 256 random bits that prove that a later connection belongs to this job.
+        lines: the open connections, by the number of the process at the other end.
     """
 
     number: int
@@ -175,14 +168,14 @@ class _Wait:
 # -- the process that listens ---------------------------------------------------------------------
 
 
+# Not Paddle's TCPStore, which waits in C++ for missing ranks and cannot name them.
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Run the listening side of the rendezvous, in the first process. It listens at ``point`` and waits for
-    at most ``seconds`` until the job's other processes have connected. ``size`` is the number of processes,
-    including this one. ``own`` is what this process announces about itself.
+    """Run the listening side of the rendezvous: listen at ``point``, and wait at most ``seconds`` for the
+    other processes. ``size`` is the number of all processes, and ``own`` describes this one.
 
     Raises:
         RendezvousError: the port cannot be opened, or a process does not connect in time, or ends before all
-            have connected. The error message is also sent to the processes that have connected.
+            have connected.
     """
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
@@ -253,8 +246,8 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read what has arrived on a connection. Returns False if it belongs to no process of the job and is
-        to be closed. Raises RendezvousError if a process of the job that had connected has ended."""
+        """Read what has arrived on a connection. Returns False if it belongs to no process of the job. Raises
+        RendezvousError if a process of the job that had connected has ended."""
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -312,13 +305,11 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Run the connecting side of the rendezvous, in all processes but the first. It connects to the first
-    process at ``point`` and waits for at most ``seconds`` until the others have connected too. ``size`` is
-    the number of processes of the job. ``own`` is what this process announces about itself.
+    """Run the connecting side of the rendezvous: connect to the first process at ``point``, and wait at most
+    ``seconds`` for the others. ``size`` is the number of all processes, and ``own`` describes this one.
 
     Raises:
-        RendezvousError: nothing listens at ``point``, no valid answer comes, or the first process reports an
-            error, such as a missing process.
+        RendezvousError: no valid answer comes, or the first process reports an error.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds

@@ -1,9 +1,5 @@
-"""Copies between host and card that do not make the host wait for the card.
-
-``paddle.to_tensor`` of a NumPy array waits, because it copies from pageable memory. Here all arrays of a
-micro batch are copied in one transfer, queued behind the card's other work, from pinned memory if Paddle
-supports that. Results are copied back in the same way.
-"""
+"""Copies between host and card that do not make the host wait for the card. All arrays of a micro batch are
+copied in one transfer."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ _begun: deque[Any] = deque()
 """Events at the start of micro batches that the card may not have reached, oldest first."""
 
 
+# Not `paddle.to_tensor` on a card: it copies from pageable memory, and so waits for the card.
 def upload(array: np.ndarray) -> paddle.Tensor:
     return _queue(array) if on_card() else paddle.to_tensor(array)
 
@@ -54,9 +51,8 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Wait until the device has computed a tensor, and return its contents. Unlike ``Tensor.numpy``, this
-    does not wait for the card's other streams. While waiting, it reports each micro batch that the card
-    begins to the watchdog, so that a long step does not look like a hang."""
+    """Wait until the device has computed a tensor, and return its contents. Meanwhile, the watchdog hears of
+    each micro batch that the card begins."""
     with RECORD.reading():
         while _begun:
             if _begun[0].query():
@@ -64,16 +60,17 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
                 PROGRESS.go_on()
             else:
                 time.sleep(_LOOKS_SECONDS)
+        # not Tensor.numpy, which also waits for the card's other streams
         return download(tensor)()
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
     """Start copying a tensor to the host. Returns a function, for any thread, that waits for the copy and
-    returns it as an array; bfloat16 becomes uint16 bits. The program may change the tensor without waiting
-    for the copy, because the card executes the change after the copy."""
+    returns it as an array; bfloat16 becomes uint16 bits. The program may change the tensor at once."""
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
+    # The card executes a later change of the tensor after this copy.
     copy = queue_copy_to_host(tensor.detach().contiguous())
     behind = recorded_event()
 

@@ -1,9 +1,4 @@
-"""AdamW: one kernel call per parameter, or one fused call for all float32 parameters of a group.
-
-Most parameters of a block are small vectors. If a GPU updates each by a kernel call of its own, most of the
-time is launch overhead. ``fused_adam_`` packs up to 60 tensors, or 320 chunks, into one launch. In both cases
-each parameter has its own state tensors.
-"""
+"""AdamW: one kernel call per parameter, or one fused call for all float32 parameters of a group."""
 
 from __future__ import annotations
 
@@ -25,11 +20,7 @@ Powers = tuple[float, float]
 
 
 class AdamW(Rule):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019): p -= lr * decay * p, then Adam's step.
-
-    16-bit parameters are updated one at a time, because only the single-tensor kernel also writes the rounded
-    parameter.
-    """
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019): p -= lr * decay * p, then Adam's step."""
 
     rounds = True
 
@@ -49,8 +40,10 @@ class AdamW(Rule):
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         rate, betas = as_tensor(lr, group[0].value), (self.cfg.beta1, self.cfg.beta2)
         options = {"betas": betas, "epsilon": self.cfg.epsilon, "weight_decay": weight_decay}
+        # On a GPU, most of the time of single calls would be launch overhead.
         fused = [view for view in group if self.fused and _fits(view)]
         self._learn_powers(fused)
+        # The fused GPU kernel applies the powers of the first parameter to all parameters of a call.
         together: dict[Powers, list[ParamView]] = {}
         for view in fused:
             together.setdefault(self._powers[view.name], []).append(view)
@@ -66,9 +59,7 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Cache the beta powers of the parameters that are not in the cache yet. The fused GPU kernel applies
-        the powers of the first parameter to all parameters of a call. So only parameters with equal powers
-        may be updated in one call."""
+        """Cache the beta powers of the parameters that are not in the cache yet."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -115,7 +106,7 @@ def fused_adamw(
     """Apply one step of AdamW to float32 tensors in place. The learning rate ``lr`` has shape ``[1]``.
 
     ``states`` are four sequences with one tensor per parameter: first moments, second moments, powers of
-    beta1, and powers of beta2. Each power has shape ``[1]``. Before the first step, it is the beta itself.
+    beta1, and powers of beta2. Each power has shape ``[1]``, and is at first the beta itself.
     """
     moments1, moments2, powers1, powers2 = states
     _C_ops.fused_adam_(
@@ -141,9 +132,8 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return the powers of beta1 and beta2 for each parameter, read from the optimizer states. For parameters
-    on a CPU, return zeros: the CPU's kernel can update parameters with different powers in one call, so there
-    is no need to know them."""
+    """Return the powers of beta1 and beta2 for each parameter, or zeros for parameters on a CPU."""
+    # The CPU's kernel can update parameters with different powers in one call.
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]
@@ -155,5 +145,6 @@ def _powers(views: list[ParamView]) -> list[Powers]:
 
 
 def _fits(view: ParamView) -> bool:
+    # The fused kernel does not write the rounded 16-bit parameter.
     same = view.value.dtype == view.gradient.dtype == paddle.float32
     return same and view.rounded is None and view.value.size <= _LARGEST

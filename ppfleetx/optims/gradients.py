@@ -2,10 +2,7 @@
 uses this module.
 
 The gradient of a parameter is ``grad`` or, for a 16-bit parameter whose gradient is accumulated in float32,
-``main_grad`` (the attribute that Paddle's optimizers use); ``grad`` is then empty between backward passes.
-
-Squared norms are computed by Paddle's kernel in float32, which sums in blocks and so stays accurate. They are
-added over parameters in float64, so that the result does not depend on how parameters are grouped.
+``main_grad``.
 """
 
 from __future__ import annotations
@@ -106,6 +103,8 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
     """Return the sum of squares of all gradients, a float64 tensor of shape []. A tied parameter counts once;
     a parameter without a gradient counts as zero."""
+    # The kernel sums in blocks of float32, which is accurate. The sum over parameters is in float64, so that
+    # it does not depend on how they are grouped.
     squares = squares_of(list(_gradients(params)), ops)
     if not squares:
         return paddle.zeros([], dtype="float64")
@@ -136,13 +135,11 @@ def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
     """Clip the gradients: scale all in place so that their global norm, given as ``norm``, is at most
-    ``max_norm``. The factor is ``max_norm / (norm + 1e-6)`` if that is below 1 (Megatron).
-
-    Gradients stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite: scaling would hide
-    the bad gradient from the caller.
-    """
+    ``max_norm``. They stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite."""
+    # A factor from a norm that is not finite would hide the bad gradient from the caller.
     if not max_norm or not math.isfinite(norm):
         return
+    # Megatron's factor
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0:
         found = [gradient_of(param) for param in _unique(params)]

@@ -45,10 +45,7 @@ al., 2025)."""
 
 class Muon(Rule):
     """The update p -= lr * (decay * p + scale * O), where O is the orthogonalized momentum of a matrix.
-
-    A fused weight (queries, keys and values, or gate and up) is updated as several separate matrices, and the
-    weight of several experts as one matrix per expert.
-    """
+    ``Optimizer.muon.split`` divides a fused weight into several matrices."""
 
     states = (StateSpec("momentum"),)
     needs_whole = True
@@ -85,9 +82,9 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight, for example that of the queries. Its columns are not
-        all adjacent in the weight: they form ``runs`` groups of ``width`` columns. The shape of ``piece`` is
-        ``[..., in, runs, width]``. With ``head_dim``, each head is orthogonalized as a matrix of its own."""
+        """Orthogonalize one matrix of a fused weight, of shape ``[..., in, runs, width]``. With ``head_dim``,
+        each head is orthogonalized as a matrix of its own."""
+        # The columns of the part form `runs` groups of `width` adjacent columns of the weight.
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape
@@ -105,9 +102,8 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilo
     """Orthogonalize each matrix in ``[..., m, n]`` approximately by Newton-Schulz iterations: move its
     singular values close to 1 and keep its singular vectors.
 
-    Each step uses one row of the table named ``coefficients``. If there are more steps than rows,
-    ``polar_express`` repeats its last row, and other tables start again from the first row. A matrix is first
-    divided by its norm, or by ``epsilon`` if that is greater.
+    ``coefficients`` names a table with one row per step. A matrix is first divided by its norm, or by
+    ``epsilon`` if that is greater.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()
@@ -115,6 +111,7 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilo
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.swapaxes(-2, -1) if is_tall else x
     for step in range(steps):
+        # polar_express repeats its last row; the other tables start again from the first.
         row = min(step, len(table) - 1) if coefficients == "polar_express" else step % len(table)
         a, b, c = table[row]
         gram = paddle.matmul(x, x, transpose_y=True)

@@ -1,8 +1,5 @@
 """An optimizer: groups of named parameters, each with an update rule, and the states that the rules keep.
-
-Parameters and states have canonical names, so nothing here depends on the parallel plan. The caller passes
-learning rate and weight decay to each step; the optimizer has no scheduler.
-"""
+Nothing here depends on the parallel plan or on a scheduler."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ class Optimizer:
         named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
         decays: whether weight decay applies to a parameter, by canonical name.
         weight_decay: weight decay to use until :meth:`step` is called with another value.
-        rate_factor: returns a factor of a parameter's learning rate, by canonical name. The factor of the
-            group applies too.
+        rate_factor: factor of a parameter's learning rate, by canonical name, besides that of its group.
     """
 
     def __init__(
@@ -243,9 +239,8 @@ def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: floa
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices. All ranks that share a matrix must call this. Each of them
-    gathers the whole matrix, its gradient and its states. One rank, the owner of the matrix, applies the rule
-    and broadcasts the new matrix and states. Each rank keeps its slice of the result."""
+    """Apply ``rule.update`` to whole matrices, for a rule that is not elementwise. All ranks that share a
+    matrix must call this."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:
@@ -262,6 +257,7 @@ def update_whole(
         for view in members:
             placement, source = view.spec.placement(axis), group.ranks[owners[view.name]]
             dim = placement.dim if isinstance(placement, Shard) else None
+            # The owner of the matrix updates it and broadcasts it; each rank keeps its slice of the result.
             whole = _gathered(view, dim, group)
             if source == group.ranks[group.rank]:
                 rule.update([whole], lr=lr, weight_decay=weight_decay)

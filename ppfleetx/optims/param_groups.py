@@ -14,9 +14,9 @@ from ppfleetx.nn.param_spec import ParamSpec
 
 
 def decays(name: str, global_shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies to a parameter. Biases and norm gains (one dimension) are not
-    decayed; matrices are, including embeddings (Megatron's rule). ``global_shape`` is the parameter's shape
-    before it is split between ranks."""
+    """Return whether weight decay applies to a parameter: to matrices, including embeddings, but not to
+    biases and norm gains (Megatron's rule). ``global_shape`` is its shape before it is split between
+    ranks."""
     return not (name.endswith(".bias") or len(global_shape) <= 1)
 
 
@@ -64,9 +64,8 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     ``Optimizer.groups``, then for all other parameters of the model.
 
     Raises:
-        ConfigError: a pattern matches no trainable parameter, or a group contains no parameter. Also if a
-            group selects Muon but contains no matrix of a block, or if ``Optimizer.name`` is Muon but Muon
-            updates no matrix at all.
+        ConfigError: a group or one of its patterns matches no trainable parameter, or Muon has no matrix to
+            update.
     """
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     trained = [spec for spec in specs if spec.trains]

@@ -24,7 +24,7 @@ class StateSpec:
 
     Attributes:
         start: initial value of all elements.
-        is_number: whether the state is a single number ``[1]`` in host memory. Other states have the
+        is_number: whether the state is a single number ``[1]`` in host memory; otherwise it has the
             parameter's shape.
     """
 
@@ -42,8 +42,8 @@ class ParamView:
         spec: the parameter's declaration; None if the optimizer is used without a model.
         value: the parameter, or its float32 master weight.
         gradient: the gradient, summed over all ranks and clipped. The rule may overwrite it.
-        rounded: the 16-bit parameter whose master weight is ``value``; None if there is no such parameter, or
-            if it is in another memory (offload to the host).
+        rounded: the 16-bit parameter whose master weight is ``value``; None if it is not in the same memory,
+            or if there is no master weight.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Rule(ABC):
 
     Attributes:
         states: the states that the rule keeps for each parameter.
-        needs_whole: whether the rule needs whole matrices because it is not elementwise. Under tensor
-            parallelism, one of the ranks that share a matrix then gathers and updates it.
+        needs_whole: whether the rule needs whole matrices. Under tensor parallelism, one of the ranks that
+            share a matrix then updates it.
         rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
         fused: whether fused kernels are in use.
         cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
@@ -79,19 +79,18 @@ class Rule(ABC):
         """Update values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
 
         Args:
-            group: parameters with gradients. Other parameters of the group may come in further calls of the
-                same step.
-            weight_decay: weight decay of this step; 0 for biases and norm gains, which are not decayed.
+            group: parameters with gradients. Others of the group may come in further calls of the same step.
+            weight_decay: weight decay of this step; 0 for biases and norm gains.
         """
 
     def forget(self) -> None:  # noqa: B027  (most rules remember nothing)
-        """Discard values that the rule has cached from the states. Called before the states are handed out,
-        because the caller may change them. A rule that wraps another rule must forward the call."""
+        """Discard values that the rule has cached from the states, because the caller may change the states.
+        A rule that wraps another rule must forward the call."""
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """Return the learning rate as a tensor ``[1]`` for the kernel that updates ``value``, in the type that
-    this kernel requires. All updates of a step share the tensor: do not modify it."""
+    """Return the learning rate as a tensor ``[1]`` for the kernel that updates ``value``. All updates of a
+    step share the tensor: do not modify it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 
@@ -105,8 +104,8 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        takes: returns whether a parameter belongs to the group. A parameter belongs to the first group that
-            accepts it.
+        takes: returns whether a parameter may belong to the group. It belongs to the first group for which
+            this is True.
         lr_factor: factor of the step's learning rate.
         weight_decay: weight decay of all parameters of the group. None: the step's weight decay, and 0 for
             biases and norm gains.

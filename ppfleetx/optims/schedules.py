@@ -1,13 +1,8 @@
-"""Learning-rate and weight-decay schedules as pure functions of the optimizer step.
+"""Learning-rate and weight-decay schedules as pure functions of the optimizer step, which counts from 1. The
+formulas are those of Megatron's parameter scheduler, in steps instead of samples.
 
-Legend: n  the current step, 1, 2, 3, ... (never 0, so that the first learning rate is not zero);
-        W  warm-up length, D  decay length, both in optimizer steps; W is fractional if it is
-        configured as a fraction of D.
-
-After the warm-up, a decay function ``(n, schedule) -> rate`` of this file or of a plugin gives the learning
-rate. It is called for W < n <= D, or for every n > W if it is registered with
-``ScheduleTraits(decays=False)``. The formulas are those of Megatron's parameter scheduler, in steps instead
-of samples.
+After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step n, until the
+decay ends. A function registered with ``ScheduleTraits(decays=False)`` gives it for all further steps.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them.
 
     After step ``decay_steps``, the learning rate stays at ``min_lr``, unless the style is registered with
-    ``decays=False``, such as ``constant``.
+    ``decays=False``.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.
@@ -38,6 +33,7 @@ class Schedule:
 
     max_lr: float
     min_lr: float = 0.0
+    # fractional if it is configured as a fraction of the decay
     warmup_steps: float = 0.0
     decay_steps: int = 1
     decay_style: str = "cosine"
@@ -117,8 +113,7 @@ class Schedule:
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
     """Return the schedule to continue with after loading a checkpoint. ``policy`` is the value of
-    ``Engine.save_load.lr_schedule``: ``checkpoint`` returns the saved schedule, and ``config`` the configured
-    one. ``strict`` also returns the configured one, but raises CheckpointError if the two differ."""
+    ``Engine.save_load.lr_schedule``. With ``strict``, raises CheckpointError if the two schedules differ."""
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
@@ -146,12 +141,11 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
     """Build the schedule of section ``Optimizer``, in optimizer steps.
 
     Args:
-        max_steps: number of optimizer steps of the run. A weight-decay ramp has this length. So has the decay
-            of the learning rate if ``decay_steps`` is null.
+        max_steps: number of optimizer steps of the run. It is the length of a weight-decay ramp, and the
+            default of ``decay_steps``.
 
     Raises:
-        ConfigError: the lengths do not fit together, or the schedule gives no valid learning rate for the
-            first step after the warm-up or the last step of the decay.
+        ConfigError: the lengths do not fit together, or the schedule gives no valid learning rate.
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or max_steps
@@ -230,7 +224,7 @@ def constant(n: int, schedule: Schedule) -> float:
 
 def inverse_square_root(n: int, schedule: Schedule) -> float:
     """Decay with the inverse square root of the step n: ``max_lr * sqrt(W / n)``, but at least ``min_lr``. W
-    is the warm-up length; it counts as 1 without a warm-up."""
+    is the warm-up length, or 1 without a warm-up."""
     rate = schedule.max_lr * math.sqrt(max(schedule.warmup_steps, 1.0)) / math.sqrt(max(n, 1))
     return max(schedule.min_lr, rate)
 

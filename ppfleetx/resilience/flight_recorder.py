@@ -1,8 +1,5 @@
 """Record the last collectives and messages of this process, in every process group, for hang reports.
-
-Recording a call costs about 5 microseconds: only references to the tensor's shape and to the task are stored.
-They are examined when a report is written.
-"""
+Recording a call costs about 5 microseconds."""
 
 from __future__ import annotations
 
@@ -22,15 +19,14 @@ class Call:
     """One recorded call of a collective, or of a send or receive.
 
     Attributes:
-        operation: name of the operation, such as ``all_reduce``, whichever method performed it.
+        operation: name of the operation, such as ``all_reduce``.
         number: number of the call in its group, from 0. Collectives are counted together; sends to each rank
             and receives from each rank are counted separately.
         peer: the rank in the group to which a message is sent or from which it comes; -1 for a collective.
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
-        begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until it
-            returns.
-        task: the task that the call returned. It tells whether an asynchronous operation is done.
-        asks: whether the call only polls other ranks. Such calls do not count as progress.
+        begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until then.
+        task: the task that the call returned.
+        asks: whether the call only polls other ranks, which is not progress.
     """
 
     __slots__ = (
@@ -64,18 +60,15 @@ class Call:
 
 
 class CallRecord:
-    """What this process records about its communication for hang reports: the last :data:`KEPT` collectives
-    and messages, and what the program is waiting for.
+    """The last :data:`KEPT` collectives and messages of this process, and what the program is waiting for.
 
     Attributes:
-        blocked_on: a function that returns the task for which the program is waiting, or None if it does not
-            wait. The attribute itself is None if the communication library has no such function.
+        blocked_on: returns the task for which the program is waiting, or None. The attribute itself is None
+            if the communication library cannot tell.
         join_device: a function that a thread must call before it asks tasks whether they are done.
         names: names of process groups, such as "mp", by Paddle's number of the group.
-        waited: seconds that this process has spent waiting for other ranks; 0 if the library does not measure
-            it.
-        reads: whether the program is reading a result from its device. It then waits for all work that is
-            queued there, including collectives.
+        waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
+        reads: whether the program is reading a result from its device.
         failed, failure: the last call that failed, and its error; None if no call has failed.
     """
 
@@ -107,9 +100,8 @@ class CallRecord:
 
     @contextlib.contextmanager
     def asking(self, *, only: bool = False) -> Iterator[None]:
-        """Context manager for collectives that only poll other ranks. The watchdog does not count them as
-        progress. ``only`` says that the program does nothing but poll inside the block. Between two polls, it
-        then counts as still waiting in the earlier one."""
+        """Context manager for collectives that only poll other ranks, which the watchdog does not count as
+        progress. ``only`` says that the program does nothing else inside the block."""
         before = self._asks, self._only_asks
         self._asks, self._only_asks = True, only
         try:
@@ -183,18 +175,14 @@ class CallRecord:
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None. This is the first of these that exists:
-
-        1. the thread's last call that has not returned
-        2. the call for whose task the program is waiting
-        3. the thread's last poll, if the program does nothing but poll (:meth:`asking`)
-        """
+        """Return the call in which ``thread`` is waiting, or None."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
                 return call
         task = None if self.blocked_on is None else self.blocked_on()
         found = next((call for call in reversed(calls) if task is not None and call.task is task), None)
+        # Between two polls, the program counts as still waiting in the earlier one.
         if found is None and self._only_asks:
             found = next((call for call in reversed(calls) if call.asks and call.thread == thread), None)
         return found

@@ -1,10 +1,7 @@
-"""Find out from the hang reports of all ranks why a job hangs, and say it in one sentence that names the
-ranks at fault.
+"""Find out from the hang reports of all ranks why a job hangs, and name the ranks at fault in one sentence.
 
 A rank *waits* if its main thread is in a collective, a send or a receive. A rank is at fault if others wait
-for it, but it does not wait itself or has written no report. If all ranks wait, their records of calls show
-one of two causes. Either some ranks called a different operation than the others, or all called the same one
-and the network failed.
+for it, but it does not wait itself or has written no report.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ class Explanation:
         sentence: the explanation for the user.
         missing: the ranks for which others wait; empty if they are not known.
         silent: the ranks that have written no report.
-        goes_on: the ranks that still make progress. If there are any, the job is slow but does not hang.
+        goes_on: the ranks that still make progress. If there are any, the job does not hang.
     """
 
     sentence: str

@@ -60,14 +60,11 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks count this call.
-
-        For a collective in group 5, this is ``5``. For a send or a receive, it is only the beginning of the
-        key, to which the caller must append this rank's number. Because the other rank counts a send of this
-        rank as a receive, and the reverse, it is ``5<`` for a send and ``5>`` for a receive.
-        """
+        """The key in :attr:`Report.counts` under which the other ranks count this call. For a send or a
+        receive, the caller must append this rank's number."""
         if self.peer < 0:
             return str(self.group_id)
+        # The other rank counts a send of this rank as a receive, and the reverse.
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
 
     def __str__(self) -> str:
@@ -84,22 +81,21 @@ class Report:
     Attributes:
         written: when the report was made, in seconds since 1970.
         step: optimizer step; None before the first.
-        place, place_seconds: what the program was doing, such as "reading data", and for how long already.
+        place, place_seconds: what the program was doing, such as "reading data", and for how long.
         quiet_seconds: seconds since this rank last made progress.
         timeout: seconds without progress after which a rank counts as hung.
-        works: whether the rank reads or writes files, or computes. Computing counts here only for a limited
-            time after the program last recorded progress.
-        computes: whether the rank computes, without that time limit.
+        works: whether the rank reads or writes files, or computes soon after its last progress.
+        computes: whether the rank computes, however long after its last progress.
         where: file, line and function in which the main thread is, or the helper thread for which it waits.
-        importing: name of the module that is being imported, or None.
-        waits_for: the call in which the main thread waits; for a rank that failed, the call that failed.
+        importing: the name of the module that is being imported, or None.
+        waits_for: the call in which the main thread waits, or which failed.
         failure: the error that ended this rank, or "".
         lost: whether ``failure`` only says that another rank has ended.
-        counts: how many calls this rank has begun so far. The key ``5`` counts the collectives of the process
-            group with number 5, ``5>2`` its messages to rank 2 in this group, and ``5<2`` those from rank 2.
+        counts: how many calls this rank has begun. The key ``5`` counts the collectives of process group 5,
+            ``5>2`` the messages to rank 2 in this group, and ``5<2`` those from rank 2.
         calls: the last recorded calls, oldest first.
-        peers: by rank, why the job's other processes on this machine do not respond, such as "has ended"; ""
-            if the kernel shows nothing unusual.
+        peers: by rank, why other processes of the job on this machine do not respond; "" for those that run
+            normally.
         killed_for_memory: how many processes the kernel has killed for lack of memory since the run began.
         memory: memory of this process and of the machine in bytes, by name.
         stacks: the Python stack of each thread, by the thread's name.
@@ -187,9 +183,9 @@ def capture_report(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """Make the hang report of this rank. ``quiet`` is the number of seconds since it last made progress.
-    ``failed`` is the error that ends the rank, or None if it hangs. For ``timeout``, ``works``, ``computes``
-    and ``lost``, see the attributes of :class:`Report` with the same names."""
+    """Make the hang report of this rank. ``quiet`` is the number of seconds since its last progress.
+    ``failed`` is the error that ends the rank, or None. The other arguments are attributes of
+    :class:`Report`."""
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     if failed is not None:
@@ -382,9 +378,8 @@ def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
 def read_reports(
     directory: Path, *, since: float = 0.0, faults: dict[Path, str] | None = None
 ) -> dict[int, Report]:
-    """Return the newest hang report of each rank in a directory. Ignores reports written before ``since``
-    (seconds since 1970). Files that cannot be read, for example because a full disk has cut them short, are
-    added to ``faults`` with the reason."""
+    """Return the newest hang report of each rank in a directory. Reports written before ``since`` (seconds
+    since 1970) are ignored. Files that cannot be read are added to ``faults`` with the reason."""
     found: dict[int, Report] = {}
     for path in sorted(directory.glob("rank_*.json")):
         try:

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """What the program is doing, and when it last made progress. Its main thread writes this, and the
-    watchdog's thread reads it.
+    """What the program is doing, and when it last made progress.
 
     Attributes:
         place: the activity, such as "reading data".
         step: optimizer step; None before the first.
         since: time of the last progress (``time.monotonic``).
-        is_under_way: whether the start is over: the first training step is done, or the model to evaluate or
-            generate with is loaded. Until then, the watchdog has another time limit.
+        is_under_way: whether the start is over, for which the watchdog has another time limit.
     """
 
     def __init__(self) -> None:

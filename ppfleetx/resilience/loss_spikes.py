@@ -2,9 +2,7 @@
 updated. All ranks come to the same decision.
 
 A value is a spike if it exceeds the median of the last steps by more than a set number of deviations. The
-deviation is 1.4826 times the median absolute deviation (MAD), which is the standard deviation for normally
-distributed values. It is at least 1 % of the median; otherwise any change after nearly equal values would
-count as a spike.
+deviation is 1.4826 times the median absolute deviation (MAD), but at least 1 % of the median.
 """
 
 from __future__ import annotations
@@ -33,15 +31,13 @@ class Spike:
         step: number of the optimizer step. Its update was made only if ``action`` is ``repeated``.
         what: the value that jumped: ``loss`` or ``grad_norm``. It is ``loss`` if both did.
         loss, grad_norm: loss and gradient norm of the step.
-        median, deviation: median and deviation of the last steps' values of ``what``; None if there were no
-            steps yet.
+        median, deviation: median and deviation of the last steps' values of ``what``; None if there were
+            none.
         action: ``skip``: the update was left out. ``rewind``: the run went back to a checkpoint. ``stop``:
-            the run ended. ``repeated``: the step was computed again, without a jump, and that result was
-            used.
+            the run ended. ``repeated``: the step was computed again, without a jump.
         repeated_loss, repeated_grad_norm: the values when the step was computed again; None if it was not.
         to_step: for ``rewind``, the step of the checkpoint; else None.
         samples: the samples of the step, as positions in the training order: [first, one past the last].
-            After a ``rewind``, the run skips these and all samples between the checkpoint and them.
     """
 
     step: int
@@ -62,9 +58,8 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """The cause of the spike, judged by computing the step again. ``data``: the same values came out, so
-        the cause is the data or the model. ``machine``: other values came out, so the machine computed
-        wrongly. ``unknown``: the step was not computed again."""
+        """The cause of the spike: ``data`` if computing the step again gave the same values, ``machine`` if
+        it gave others, and ``unknown`` if it was not computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
@@ -100,8 +95,7 @@ class Spike:
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
         """Return a copy of this spike that says what was done about it. ``to_step`` is the step of the
-        checkpoint to which the run went back, or None if it did not go back. With None, the action ``rewind``
-        becomes ``skip``. ``samples`` is the new value of :attr:`samples`."""
+        checkpoint to which the run went back; if it is None, the action ``rewind`` becomes ``skip``."""
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 
@@ -127,9 +121,8 @@ class SpikeGuard:
         return self._found
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
-        """Decide whether this step's update of the weights may be made. The decision is the same on all
-        ranks. For a spike, if ``Engine.spike.replay`` is on, ``repeat`` computes the step again. Returns the
-        loss and gradient norm to use from now on, and whether to make the update."""
+        """Decide whether this step's update of the weights may be made. All ranks must call this. ``repeat``
+        computes the step again. Returns the loss and gradient norm to use, and the decision."""
         spike = self._agreed_jump(loss, grad_norm)
         again: tuple[float, float] | None = None
         if spike is not None and self._options.replay:
@@ -176,16 +169,15 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed_jump(self, loss: float, grad_norm: float) -> str | None:
-        """Return which value jumped: ``loss`` or ``grad_norm``, or None if nothing jumped on any rank. If
-        both jumped, or if a value jumped only on other ranks, this is ``loss``.
-
-        The ranks tell each other whether something jumped, because their values may differ in the last bit.
-        """
+        """Return which value jumped, ``loss`` or ``grad_norm``, or None if nothing jumped on any rank. All
+        ranks must call this."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"
         if self._jumps(loss, self._losses, self._options.loss_deviations):
             what = "loss"
+        # The values of the ranks may differ in the last bit. A jump that only other ranks saw counts as the
+        # loss.
         return (what or "loss") if self._any_rank(what is not None) else None
 
     def _jumps(self, value: float, window: deque[float], deviations: float) -> bool:
@@ -209,6 +201,7 @@ class SpikeGuard:
 def _spread(window: deque[float]) -> tuple[float, float]:
     middle = median(window)
     mad = median(abs(value - middle) for value in window)
+    # Without a least deviation, any change after nearly equal values would count as a spike.
     return middle, max(_MAD_TO_DEVIATION * mad, _LEAST_SHARE * abs(middle))
 
 

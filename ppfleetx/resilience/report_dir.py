@@ -25,13 +25,8 @@ Result = TypeVar("Result")
 
 
 class ReportDir:
-    """One directory of hang reports. It is created with the permissions ``mode`` when the first report is
-    written.
-
-    All accesses run in a separate thread, because a broken disk can block a thread forever. If one takes
-    longer than :data:`PATIENCE_SECONDS`, the directory is not used any more. ``seconds`` is the CPU time of
-    the thread.
-    """
+    """One directory of hang reports, created with the permissions ``mode`` for the first report. It is not
+    used any more once an access has taken longer than :data:`PATIENCE_SECONDS`."""
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
         self.directory, self._mode = directory, mode
@@ -96,9 +91,8 @@ class ReportDir:
         self._do_in_thread(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do_in_thread(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
-        """Run ``act`` in the thread that accesses the directory, and return its result. Returns None if it
-        fails or takes too long, or if the directory is :data:`PRIVATE` and belongs to another user. With
-        ``creates``, the directory is created first if it does not exist."""
+        """Run ``act`` in the thread that accesses the directory, and return its result; None if it fails or
+        takes too long. With ``creates``, the directory is created first if it does not exist."""
         if self._is_dead:
             return None
         self.open()
@@ -108,10 +102,12 @@ class ReportDir:
             with contextlib.suppress(OSError):
                 if creates:
                     self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
+                # Do not use a private directory of another user.
                 if self._mode != PRIVATE or self.directory.lstat().st_uid == os.getuid():
                     return act()
             return None
 
+        # in a thread, because a broken disk can block it forever
         self._work.put(lambda: answer.put(guarded()))
         try:
             return answer.get(timeout=PATIENCE_SECONDS)

@@ -12,12 +12,8 @@ from ppfleetx.utils.end_processes import is_rank
 
 class StopRequest:
     """Context manager inside which SIGTERM and Ctrl-C do not end the process, but request that the run stops
-    after its step. The object is true once the run must stop.
-
-    The ranks of a job get signals at different moments but must stop after the same step. So a signal only
-    sets :attr:`signal_name`. At each step the ranks exchange whether one of them got a signal, and
-    :meth:`agree` records the result. Ctrl-C after an earlier signal ends the process at once.
-    """
+    after its step. The object is true once the run must stop. Ctrl-C after an earlier signal ends the
+    process."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -30,6 +26,7 @@ class StopRequest:
     def agree(self, requested: object) -> bool:
         """Record whether the run must stop, and return it. ``requested`` says whether any rank got a signal;
         it must be equal on all ranks."""
+        # The ranks get signals at different moments but must stop after the same step.
         self._agreed = self._agreed or bool(requested)
         return self._agreed
 

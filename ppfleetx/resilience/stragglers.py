@@ -1,13 +1,5 @@
-"""Find slow ranks, by the part of a step that each rank does not spend waiting for other ranks.
-
-A step takes equally long on all ranks, because fast ranks wait for slow ones. What differs is a rank's *own
-time*, in which it does not wait. If it is 1.3 s on the slowest rank and 1.0 s on the others, the job loses
-0.3 s per step.
-
-A rank is compared with the other ranks of its pipeline stage, which have the same work. A rank that is alone
-in its stage is compared with the other stages. Because these may have less work, it counts as slow only if it
-takes 1.5 times as long.
-"""
+"""Find slow ranks by their *own time*: the part of a step in which a rank does not wait for other ranks. Each
+rank is compared with the other ranks of its pipeline stage, or with other stages if it is alone."""
 
 from __future__ import annotations
 
@@ -31,8 +23,8 @@ class SlowRank:
     Attributes:
         data: the part of its own time in which the rank waited for training data.
         compute: the rest of its own time.
-        usual: median own time of the ranks with which it is compared (of two middle values, the lower).
-        alone: whether no other rank is in its pipeline stage, so it is compared with other stages.
+        usual: median own time of the ranks with which it is compared.
+        alone: whether it is compared with other pipeline stages, because no other rank is in its own.
     """
 
     rank: int
@@ -60,8 +52,7 @@ class Stragglers:
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
-        cost: the greatest difference between a slow rank's own time and its :attr:`SlowRank.usual`, as a
-            fraction of ``step_seconds``. The job would save about this time if no rank were slow.
+        cost: about the fraction of ``step_seconds`` that the job would save if no rank were slow.
         slowest: the slow ranks, longest own time first.
     """
 
@@ -101,13 +92,9 @@ class StragglerTable:
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add the times of one step. ``times`` is int64 ``[rank, 3]``: row r is what :attr:`own` returned on
-        rank r. All ranks must call this.
-
-        When ``every`` steps have been added, :attr:`found` is set to their slow ranks, or to None if no rank
-        is slow, and the table starts anew. All other calls set :attr:`found` to None. It is the same on all
-        ranks.
-        """
+        """Add the times of one step, int64 ``[rank, 3]``: row r is what :attr:`own` returned on rank r. All
+        ranks must call this. Every ``every`` steps, it sets :attr:`found` to the slow ranks; otherwise, it
+        sets it to None."""
         self.found = None
         if not self._every or not times.any():
             return

@@ -1,9 +1,5 @@
-"""Run a training command again when it fails, after all of its processes have ended.
-
-Paddle's launcher can restart ranks only with an etcd server; without one, its ``--max_restart`` does nothing.
-The supervisor needs no server, because it restarts the launcher itself. The ranks of a killed launcher live
-on; the supervisor finds and ends them as its descendants.
-"""
+"""Run a training command again when it fails, after all of its processes have ended. Unlike ``--max_restart``
+of Paddle's launcher, this needs no etcd server."""
 
 from __future__ import annotations
 
@@ -37,8 +33,7 @@ RESUME = "Engine.save_load.resume"
 
 def with_resume(command: Sequence[str]) -> list[str]:
     """Return ``command`` with ``-o Engine.save_load.resume=auto``, so that a restarted run continues from its
-    last checkpoint. A command that already resumes is returned unchanged. Raises ConfigError if the command
-    sets the key to another value, with which each restart would begin a new run."""
+    last checkpoint. Raises ConfigError if the command sets this key so that the run would not resume."""
     overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
     for value in given:
@@ -67,10 +62,8 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
     """Run ``command``, and run it again when it fails, at most ``max_restarts`` times. Returns the last exit
-    code.
-
-    Before each restart, all processes of the failed run must have ended. There is no restart after a user
-    error (exit code 2), after Ctrl-C, or after a signal to the supervisor.
+    code, or 1 if processes of a failed run cannot be ended. There is no restart after a user error, Ctrl-C,
+    or a signal to the supervisor.
 
     Args:
         backoff: seconds to wait before the first restart; doubled for each further one.
@@ -148,9 +141,8 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Context manager in which SIGTERM and SIGINT set ``stop`` and are forwarded to the supervised command
-    and its process group. It yields an empty list. The caller must add the command's process to it, so that
-    the process gets the signals."""
+    """Context manager in which SIGTERM and SIGINT set ``stop`` and are forwarded to the process groups of the
+    processes in a list. It yields the list, which the caller must fill."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

@@ -1,13 +1,8 @@
-"""The watchdog: a thread in each rank that notices when the run makes no progress. All ranks then find the
-cause together.
+"""The watchdog: a thread in each rank that notices when the run makes no progress.
 
-1. A rank that has made no progress for the timeout writes a report (``hang_report.py``).
-2. The other ranks see this report and write their own, whatever they are doing.
-3. After a short wait, each rank reads the reports of all ranks and finds the cause (``hang_diagnosis.py``). A
-   rank that is frozen has written none.
-
-If a rank still makes progress, the job is only slow, and it continues. Otherwise the cause is printed, and
-every rank ends with exit code 4, or keeps waiting if the configuration says so.
+A rank that has made no progress for the timeout writes a report, and then the other ranks write theirs. Each
+rank reads all reports and finds the cause. Unless a rank still makes progress, the cause is printed, and
+every rank ends with exit code 4 or, if so configured, keeps waiting.
 """
 
 from __future__ import annotations
@@ -53,13 +48,13 @@ class Limits:
         start_timeout: the timeout until the first step is done.
         ends: whether to end the process after a hang, or only to report it.
         counts_work: whether CPU and file activity counts as progress even while the program may be waiting
-            for its device. Set it to False for a run on a card, because a thread that waits for the card
-            keeps a core busy.
+            for its device; False for a run on a card.
     """
 
     timeout: float = 600.0
     start_timeout: float = 300.0
     ends: bool = True
+    # A thread that waits for a card keeps a core busy.
     counts_work: bool = True
 
 
@@ -131,17 +126,17 @@ class Watchdog:
 
     @property
     def _longest_computing(self) -> float:
-        """The number of seconds for which computing alone counts as progress. There is no limit at the start,
-        which may take long, nor for a single process, because nobody waits for it."""
+        """The number of seconds for which computing alone counts as progress."""
         limits = self._limits
+        # There is no limit at the start, which may take long, nor for a single process, for which nobody
+        # waits.
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Notice if the process was suspended, and do not count that time as time without progress.
-        ``seconds`` is how long the watchdog has just slept. If that is much longer than it intended, the
-        process was suspended meanwhile."""
+        """Notice if the process was suspended, and do not count that time. ``seconds`` is how long the
+        watchdog has just slept."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
@@ -240,17 +235,17 @@ class Watchdog:
         return replace(report, peers=states, killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
-        """Write a hang report for a rank that an error ends, for ``ppfleetx hang-report``. Does nothing if
-        the job has only one rank.
+        """Write a hang report for a rank that an error ends. Does nothing if the job has only one rank.
 
         Args:
             lost: whether the error only says that another rank has ended.
-            at_end: whether to write the report only when the process exits. Then the error is printed before
-                the report is written, and so is not lost if a launcher kills the process meanwhile.
+            at_end: whether to write the report only when the process exits.
         """
         if self._who.world_size == 1 or is_end_decided():
             return
         self._directories[0].open()
+        # With `at_end`, the error is printed first, so it is not lost if a launcher kills the process
+        # meanwhile.
         if at_end:
             atexit.register(self._write_failure, error, lost)
         else:

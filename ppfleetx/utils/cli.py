@@ -38,17 +38,16 @@ def run_tool(main: Callable[[], int | None]) -> None:
 
     A :class:`UserError` or a missing library prints one message and ends with code 2. Other codes are:
 
-    - 3 if another process of the job has ended, even if Paddle has wrapped that error in another
+    - 3 if another process of the job has ended
     - 5 if memory ran out
     - 6 for an error of the card
     - 130 after Ctrl-C
     - 141, without a message, if the reader of standard output is gone (``| head -1``)
 
-    Any other exception is a bug and keeps its traceback.
-
-    SIGTERM and SIGHUP end the process with a message after cleanup, unless the program handles them itself,
-    as training handles SIGTERM. Characters that standard output cannot encode are written as escapes.
+    Any other exception is a bug and keeps its traceback. SIGTERM and SIGHUP end the process with a message
+    after cleanup, unless the program handles them itself.
     """
+    # Write characters that standard output cannot encode as escapes.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     end_with_launcher()
@@ -92,11 +91,8 @@ _received: list[int] = []  # signal numbers
 
 
 def _unwind_at_signals() -> None:
-    """Let SIGTERM and SIGHUP end this process only after it has removed its temporary directories and printed
-    a message. A shell shows exit code 143 or 129. A second signal ends the process at once.
-
-    Does nothing in the ranks of a job: they may wait in C++ code, where no Python handler runs.
-    """
+    """Let SIGTERM and SIGHUP end this process only after cleanup, with a message. A second signal ends the
+    process at once. Does nothing in the ranks of a job."""
     own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -108,6 +104,7 @@ def _unwind_at_signals() -> None:
         _received.append(number)
         raise _SignalCameError
 
+    # Ranks may wait in C++ code, where no Python handler runs.
     if threading.current_thread() is threading.main_thread() and not is_rank():
         for number in handled:
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -153,8 +150,8 @@ def _exit_code_of(error: Exception) -> int | None:
 
 
 def _wait_for_the_launcher() -> None:
-    """Delay the exit of this rank, which ends only because another rank has failed. So the launcher sees the
-    exit of the failed rank first. The delay ends at the launcher's SIGTERM, or after a few seconds."""
+    """Delay the exit of this rank until the launcher sends SIGTERM, but at most for a few seconds."""
+    # Another rank has failed; the launcher must see its exit first.
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS

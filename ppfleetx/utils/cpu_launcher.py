@@ -2,24 +2,15 @@
 
     python -m ppfleetx.utils.cpu_launcher
 
-writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment; ``make`` does so
-for its own ``.venv``. To undo it, delete the file.
+writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment. To undo it,
+delete the file. It affects only processes started as ``python -m paddle.distributed.launch``:
 
-The file affects only processes started as ``python -m paddle.distributed.launch``:
+- ``--devices 0,1`` works without a GPU.
+- Waiting for other nodes (``--master``) has a time limit.
+- The exit code says why the job ended.
+- After Ctrl-C, the last lines of the first rank's log are printed.
 
-- ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
-  ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
-  Paddle starts one process for each. So this module sets the variable to the value of ``--devices``.
-- Waiting for other nodes (``--master``) has a time limit. Paddle's launcher waits forever for a missing node,
-  at an address where nothing answers, and at a port that another program holds.
-- The exit code says what happened. Paddle's launcher exits with the bare number of a signal: 2 after Ctrl-C,
-  which is also ppfleetx's code for a user error.
-- After Ctrl-C, the last lines of the first rank's log are printed, such as where the run was saved. Paddle's
-  launcher closes the log before.
-
-Python runs the ``import`` lines of ``.pth`` files whenever it starts in this environment. Only in this way
-can code run before Paddle's launcher when users start it by its usual command. In all other processes, the
-line only looks for the launcher's name on the command line. Nothing in Paddle is replaced.
+Nothing in Paddle is replaced.
 """
 
 from __future__ import annotations
@@ -51,6 +42,7 @@ from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 HOOK = "ppfleetx_cpu_launcher.pth"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Python runs only lines that begin with `import`. The environment must still work without ppfleetx.
+# Only a .pth file makes code run before Paddle's launcher when users start it by its usual command.
 _LINE = (
     f"import sys; '{LAUNCHER}' in sys.orig_argv and __import__('importlib.util', fromlist=['util'])"
     ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
@@ -73,7 +65,7 @@ _prepared: set[int] = set()
 
 def apply() -> None:
     """Make the changes that this module describes, if this process is Paddle's launcher. A second call has no
-    effect: Python runs the ``.pth`` file twice if it finds it under both ``lib`` and ``lib64``."""
+    effect."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
@@ -82,6 +74,7 @@ def apply() -> None:
 def prepare(options: Sequence[str]) -> None:
     """Make the changes that this module describes, in this process. It must be Paddle's launcher; ``options``
     are the launcher's arguments. A second call has no effect."""
+    # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -106,8 +99,9 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Change ``CUDA_VISIBLE_DEVICES`` in ``environ`` so that Paddle's launcher starts as many processes as
-    ``--devices`` or ``--nproc_per_node`` in ``options`` ask for. The user's value is kept if it already
-    allows that number."""
+    ``--devices`` or ``--nproc_per_node`` in ``options`` ask for."""
+    # Paddle starts one process for each number in CUDA_VISIBLE_DEVICES. Without the variable, it looks up the
+    # numbers of --devices among the GPUs, and fails if there is none.
     visible = environ.get(_VISIBLE, "").split(",")
     devices = option_of(options, "--devices") or option_of(options, "--gpus")
     number = option_of(options, "--nproc_per_node") or ""
@@ -179,9 +173,8 @@ def _watch(limit: float) -> None:
 
 
 def _end_with_conventional_code() -> None:
-    """End the launcher with the exit code that is usual in a shell. Python calls this at exit. After a
-    signal, the code is 0 if all ranks ended without errors, and else 128 + the signal's number. After a
-    failure, it is the code of the rank that explains it best."""
+    """End the launcher with the exit code of the rank that best explains a failure, or with 128 + the number
+    of the signal that it got. Python calls this at exit."""
     controller = _controller()
     if controller is None:
         return
@@ -189,6 +182,8 @@ def _end_with_conventional_code() -> None:
     number = getattr(controller, "sigint", None)
     if number is not None:
         _log.follow(controller)
+        # Paddle's launcher exits with the bare number of the signal: 2 after Ctrl-C, our code for a user
+        # error.
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALED + number
     else:
         failed = next((code for code in codes if code), 0)
@@ -203,15 +198,11 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling_code(codes: Sequence[int | None]) -> int:
-    """Return the exit code of the rank that best explains why a job failed; 0 if none failed.
-
-    This is the first code which says that the rank hung, ran out of memory or had an error of its card. If
-    there is none, it is the first code of a rank that failed by itself. The codes of ranks that the launcher
-    ended come last.
-    """
+    """Return the exit code of the rank that best explains why a job failed; 0 if none failed."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
+    # The codes of ranks that the launcher itself ended come last.
     return (causes or own or failed or [0])[0]
 
 
@@ -249,8 +240,8 @@ _log = _Log()
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Wait until the nodes of the job have met. End the launcher with a message if they have not met after
-    ``limit`` seconds, or if they cannot, because another program holds the port where they meet."""
+    """Wait until the nodes of the job have met. End the launcher with a message if they cannot meet, or have
+    not met after ``limit`` seconds."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -342,7 +333,7 @@ class _Meeting:
         """Return what the nodes have announced about themselves to the first node's launcher.
 
         Raises:
-            OSError: nothing answers at the address of the first node's launcher.
+            OSError: nothing answers at its address.
             ValueError, http.client.HTTPException: what answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:

@@ -61,16 +61,9 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """Return the kind of device that a value of ``Global.device`` selects: for ``auto``, a card that the
-    installed Paddle supports, or else the CPU.
-
-    Args:
-        wanted: the value of ``Global.device``.
-        place: where it was set, for the error message.
-
-    Raises:
-        ConfigError: neither the installed Paddle nor a plugin supports that kind of device.
-    """
+    """Return the kind of device that a value of ``Global.device`` selects; for ``auto``, a card that the
+    installed Paddle supports, or else the CPU. ``place`` is where the value was set, for the error message.
+    Raises ConfigError for an unsupported kind."""
     cards = _kinds_of_cards()
     if wanted == "auto":
         return next(iter(cards), CPU)
@@ -87,7 +80,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 def how_to_get(wanted: str) -> str:
     """Return what to install for a kind of device, as the beginning of a sentence such as "Install the plugin
-    for npu". If the name seems misspelled, it asks for the name that was meant."""
+    for npu". For a misspelled name, it begins with "Did you mean"."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -98,8 +91,8 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Translate an error that Paddle raised while it was imported into one that tells the user what to do.
-    Returns None unless the cause is a plugin that does not load, or a card that does not exist."""
+    """Translate an error that Paddle raised at its import into one that tells the user what to do. Returns
+    None unless a plugin does not load or a card does not exist."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -125,16 +118,15 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return whether the installed Paddle supports a kind of device, or possibly does. The result is True if
-    this cannot be known: if Paddle is not installed, or if the user has named a directory of plugins."""
+    """Return whether the installed Paddle supports a kind of device, or whether this cannot be known."""
     is_here = kind == CPU or kind in _kinds_of_cards()
+    # The user's own directory of plugins may have any kind, and so may a Paddle that is not installed yet.
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` to use for a recipe that was written for cards of ``kind``, and a
-    reason. If the installed Paddle may support ``kind``, the value is ``kind`` and the reason is "".
-    Otherwise the value is ``auto``, and the reason says why."""
+    """Return the value of ``Global.device`` for a recipe written for cards of ``kind``: ``kind``, or ``auto``
+    if the installed Paddle does not support it. The second string says why it is ``auto``."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -1,6 +1,5 @@
-"""Make sure that no process of a job is left running. A rank ends with the launcher that started it, even
-after a ``kill -9``, and a supervisor can end all of its descendants. On systems other than Linux, most
-functions have no effect."""
+"""Make sure that no process of a job is left running: a rank ends with its launcher, and a supervisor can end
+all of its descendants. On systems other than Linux, most functions have no effect."""
 
 from __future__ import annotations
 
@@ -37,9 +36,8 @@ def is_rank() -> bool:
 
 
 def end_with_launcher() -> None:
-    """From now on, end this rank when its launcher is gone. The rank first gets SIGTERM, at which training
-    saves a checkpoint and stops. If it still runs later, it gets SIGKILL. Has no effect in a process that
-    Paddle's launcher has not started."""
+    """From now on, end this rank by SIGTERM, and later by SIGKILL, when its launcher is gone. Has no effect
+    in a process that Paddle's launcher has not started."""
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())
@@ -116,7 +114,7 @@ def descendants() -> list[int]:
 
 def end_descendants(grace: float) -> list[int]:
     """End all descendants of this process: by SIGTERM, and ``grace`` seconds later by SIGKILL. Returns the
-    ids of those that still run, for example because the kernel waits for a broken disk."""
+    ids of those that still run."""
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
         signaled: set[int] = set()
         deadline = time.monotonic() + seconds

@@ -21,16 +21,14 @@ _RANDOM_CHARACTERS = 8  # random characters in names made by tempfile.mkstemp
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> Iterator[IO]:
-    """Context manager that replaces a file as a whole: yields a temporary file beside ``path``, and at the
-    end renames it to ``path``. Readers see either the old file or the complete new one. If the code inside
-    raises an exception, the old file stays.
+    """Context manager that yields a temporary file beside ``path``, and at the end renames it to ``path``. If
+    the code inside raises an exception, the old file stays.
 
     Args:
-        flush: whether to wait until the new file is on the disk. Without this, it may be lost if the machine
-            fails.
+        flush: whether to wait until the new file is on the disk.
 
     Raises:
-        OSError: the file cannot be written, or ``path`` is a device or pipe, which renaming would replace.
+        OSError: the file cannot be written, or ``path`` is a device or a pipe.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -94,7 +92,7 @@ def refuse_unwritable(directory: Path, key: str) -> None:
 @contextlib.contextmanager
 def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
     """Context manager that turns an OSError into a ConfigError which says that ``path`` cannot be written.
-    ``key`` is the option that gave the path (None: no option), and ``place`` is where the option was set."""
+    ``key`` is the option that gave the path, or None; ``place`` is where it was set."""
     try:
         yield
     except OSError as error:
@@ -129,9 +127,8 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
-    """Context manager that holds a lock file at ``path``, so that no other process enters the block at the
-    same time. Raises ``refusal`` if another process still holds it after ``seconds``. The system releases the
-    lock even if the process is killed. The empty file remains."""
+    """Context manager that holds a lock file at ``path``, which one process at a time can hold. Raises
+    ``refusal`` if another process still holds it after ``seconds``. The empty file remains."""
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:

@@ -1,9 +1,5 @@
-"""The kernels of Paddle that ppfleetx runs on a card, as a table in ``gpu_operators.json``, which ``make
-operators`` records from test runs. Does not import Paddle.
-
-For each kernel, the table has the element types with which ppfleetx uses it, and those that Paddle registers
-for GPUs and for Ascend cards.
-"""
+"""The kernels of Paddle that ppfleetx runs on a card, with their element types, as a table in
+``gpu_operators.json``. ``make operators`` records the table from test runs. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -22,7 +18,9 @@ GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
 PLUGIN_BACKENDS = ("CUSTOM",)
 """Backends of kernels that Paddle provides for the devices of all plugins."""
 
+# Used only on GPUs; the process groups of plugins need no kernel for all_reduce.
 _GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
+# Types that ppfleetx replaces by float32 on the devices of plugins.
 _IN_FLOAT32 = {
     *product(("dropout", "dropout_grad", "relu", "relu_grad"), HALF_TYPES),
     ("searchsorted", "int32"),  # for flashmask
@@ -31,14 +29,12 @@ _IN_FLOAT32 = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of Paddle in the table ``gpu_operators.json``, with element types, usually those of its
-    first operand.
+    """One kernel of Paddle in the table ``gpu_operators.json``.
 
     Attributes:
-        used: types with which ppfleetx uses it.
+        used: element types with which ppfleetx uses it, usually of the first operand.
         gpu: types that Paddle registers for a GPU.
-        npu: types that are available on Ascend cards, from their plugin or from Paddle's kernels for all
-            plugins.
+        npu: types that are available on Ascend cards.
     """
 
     used: tuple[str, ...]
@@ -61,14 +57,7 @@ def used_kernels() -> dict[str, Kernel]:
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
     """Return the kernels that ppfleetx uses on a plugin's device, such as an Ascend card, each with its
-    element types.
-
-    Not included are:
-
-    - kernels that ppfleetx uses only on GPUs: flash attention, fused operators, products with biases
-    - ``all_reduce``, because on a plugin's device the process groups perform it without a kernel
-    - element types that ppfleetx replaces by float32 on these devices
-    """
+    element types."""
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _IN_FLOAT32) for name, types in asked.items()}
 
@@ -83,7 +72,7 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
     """Return a sentence for each configuration key because of which a run on an Ascend card does some
-    operations on the host. The plugin lacks their kernels. ``docs/devices/ascend.md`` has the full list."""
+    operations on the host. ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

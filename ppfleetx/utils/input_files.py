@@ -1,6 +1,5 @@
-"""Read files that a user or another program has written. If something is wrong with a file, the functions
-raise a CheckpointError, or an exception of the class ``error`` if the caller passes one. The message is one
-sentence that names the file and says what is wrong."""
+"""Read files that a user or another program has written. For a file that is wrong, the functions raise a
+CheckpointError, or an exception of the class ``error``, that names the file."""
 
 from __future__ import annotations
 
@@ -74,13 +73,13 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = Chec
 def read_json(
     path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, error: type[UserError] = CheckpointError
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object, and return that as a dictionary. Raises ``error`` if the file
+    """Read a JSON file that contains an object, and return it as a dictionary. Raises ``error`` if the file
     cannot be read, is longer than ``max_bytes``, or is not accepted by :func:`parse_json`."""
     return parse_json(read_bounded(path, max_bytes, error), str(path), error)
 
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
-    """Parse JSON text that contains an object, and return that as a dictionary. ``place`` says where the text
+    """Parse JSON text that contains an object, and return it as a dictionary. ``place`` says where the text
     comes from. Raises ``error`` if it is not valid JSON, has NaN or an infinity, is no object, or has a key
     twice."""
     try:

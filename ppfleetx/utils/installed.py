@@ -39,8 +39,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
-    """Return an error that says how to install the library whose import has failed with ``error``. Returns
-    None for a module that is not one of the required libraries, because the failed import is then a bug."""
+    """Return an error that says how to install the library whose import has failed with ``error``; None if it
+    is not one of the required libraries."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(
@@ -52,4 +52,5 @@ def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
             f"{LIBRARIES[missing]} is not installed in this Python: run `pip install -e .` in the "
             "project's directory, which installs everything that is missing except Paddle"
         )
+    # The failed import is a bug.
     return None

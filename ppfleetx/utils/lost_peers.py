@@ -1,8 +1,5 @@
-"""How long a process waits for the others of its job at the start, and how it ends when one of them is gone.
-
-Code that communicates reports a lost process here. The program that runs (``utils/cli.py``) sets how this
-process ends then.
-"""
+"""How long a process waits for the others of its job at the start, and how it ends when one of them is
+gone."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _START_SECONDS = 600.0
 
 
 def start_timeout() -> float:
-    """Return for how many seconds nodes and ranks wait for each other at the start of a job
+    """Return for how many seconds nodes and ranks wait for each other at the start
     (``PPFLEETX_START_TIMEOUT``, default 600). Raises ConfigError if that is not a number of at least 1."""
     return seconds_in(START_VARIABLE, _START_SECONDS, least=1.0)
 
@@ -61,8 +58,8 @@ _state = _State()
 
 def end_with_peers(grace: float, exit_code: int) -> None:
     """From now on, when another process of the job is lost, end this process with ``exit_code`` after
-    ``grace`` seconds. In most cases, an error in its next communication ends this process earlier. But it may
-    compute for hours before it communicates again."""
+    ``grace`` seconds."""
+    # An error in its next communication mostly ends it earlier, but it may compute for hours until then.
     _state.grace, _state.exit_code = grace, exit_code
 
 
@@ -83,9 +80,8 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """Record that another process of the job is gone, so the job cannot continue. If :func:`end_with_peers`
-    was called, this process ends after the time set there. It then prints ``sentence`` and calls
-    ``say_goodbye``, which informs the other processes."""
+    """Record that another process of the job is gone. If :func:`end_with_peers` was called, this process ends
+    after the time set there: it prints ``sentence`` and calls ``say_goodbye`` first."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))
@@ -104,12 +100,12 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """If ``error`` was raised because another process of the job has ended, return the error that says so,
-    and otherwise None. This error is found even if Paddle has replaced it: an error in the backward pass of a
-    ``PyLayer`` becomes an OSError that quotes its text."""
+    """Return the error that says that another process of the job has ended, if this has caused ``error``;
+    otherwise None."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one
+        # Paddle turns an error in the backward pass of a PyLayer into an OSError that quotes its text.
         if _state.raised is not None and str(_state.raised) in str(one):
             return _state.raised
         if _STORE_LOST in str(one):

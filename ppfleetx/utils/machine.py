@@ -61,18 +61,14 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to use huge pages of 2 MiB for a block of memory. A core then reads large matrices up to a
-    fifth faster, and small ones up to a third. Does nothing if the system cannot do that, or if the block is
-    smaller than 256 KiB.
-
-    The block may begin and end in the middle of a huge page. Such a page is included if the process owns all
-    of its memory.
-    """
+    """Ask Linux to use huge pages of 2 MiB for a block of memory, which makes reading large matrices faster.
+    Does nothing if the system cannot do that, or for a block smaller than 256 KiB."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
         return
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     first, end = address // _HUGE_PAGE, -(-(address + num_bytes) // _HUGE_PAGE)
+    # A huge page that the block covers only partly is included if the process owns all of its memory.
     for low, high in ((first, end), (first + 1, end - 1)):
         if low < high and madvise(low * _HUGE_PAGE, (high - low) * _HUGE_PAGE, _MADV_COLLAPSE) == 0:
             return
@@ -118,12 +114,12 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """Return why a process on this machine does not respond, such as "has ended" or "is stopped by a
-    debugger"; "" if it runs normally. ``born`` is the start time of the process, from :func:`birth_of`. If
-    the process that now has this id has another start time, "has ended" is returned."""
+    """Return why a process on this machine does not respond, such as "is stopped by a debugger"; "" if it
+    runs normally. ``born`` is its start time, from :func:`birth_of`."""
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)
+    # With another start time, it is another process with the same id.
     if not fields or abs(float(fields[19]) - born) > 1:
         return "has ended"
     return _STATES.get(fields[0], "")
@@ -142,8 +138,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def machine() -> str:
-    """Return a text that is equal for two processes if they run on the same machine and in the same
-    container, so that each can look up the other's process id."""
+    """Return an identifier of this machine and container; "" if it is unknown. Processes with the same
+    identifier can look up each other's process ids."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -181,9 +177,9 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Return two flags about the time since the last call. The first says whether the process used at
-        least the fraction ``share`` of a core, or would have if one had been free. The second says whether it
-        read or wrote at least ``size`` bytes per second."""
+        """Return two flags about the time since the last call: whether the process used, or waited for, at
+        least the fraction ``share`` of a core, and whether it read or wrote at least ``size`` bytes per
+        second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

@@ -1,6 +1,5 @@
-"""Import plugins: the user's own modules that register callbacks, optimizers, layers and so on. ``--plugin``
-or the environment variable ``PPFLEETX_PLUGINS`` names them. The configuration may use the names that they
-register, so they are imported before it is validated."""
+"""Import plugins: the user's modules that register callbacks, optimizers, layers and so on. ``--plugin`` or
+``PPFLEETX_PLUGINS`` names them. They are imported before the configuration is validated."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 def import_named_plugins(names: Iterable[str] = ()) -> None:
     """Import the modules in ``names`` and in the environment variable ``PPFLEETX_PLUGINS`` (separated by
-    commas), and set the variable to all of them, for child processes. Raises ConfigError if an import
-    fails."""
+    commas), and set the variable to all of them. Raises ConfigError if an import fails."""
     from_environment = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     wanted = [name for name in dict.fromkeys((*from_environment, *names)) if name]
     for name in wanted:

@@ -1,10 +1,5 @@
-"""Settings of a process that make Paddle faster on CPUs. They must be made before Paddle's first matrix
-product.
-
-Without them, Paddle's MKL uses only SSE on AMD processors. And glibc's malloc returns large blocks to the
-kernel after every operator; the kernel must zero them before they are used again. Variables that the user has
-set are kept. ``PPFLEETX_TUNE_CPU=0`` disables the settings. ``docs/numerics.md`` has measurements.
-"""
+"""Settings of a process that make Paddle faster on CPUs, to be made before Paddle's first matrix product.
+``PPFLEETX_TUNE_CPU=0`` disables them. ``docs/numerics.md`` has measurements."""
 
 from __future__ import annotations
 
@@ -46,9 +41,8 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """Return the value of ``MKL_DEBUG_CPU_TYPE`` that makes MKL use an AMD processor's vector instructions:
-    "7" for AVX-512, "5" for AVX2. Returns None if the processor has neither or is not from AMD. ``cpuinfo``
-    is the content of ``/proc/cpuinfo``."""
+    """Return the value of ``MKL_DEBUG_CPU_TYPE`` for an AMD processor: "7" for AVX-512, "5" for AVX2;
+    otherwise None. ``cpuinfo`` is the content of ``/proc/cpuinfo``."""
     if "AuthenticAMD" not in cpuinfo:
         return None
     flags = flags_in(cpuinfo)
@@ -69,15 +63,11 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Make the settings of this module in this process. If the process is a rank, it also ends from now on
-    when its launcher ends.
+    """Make the settings of this module in this process, and return a line for the log that lists them. Call
+    this before importing Paddle.
 
-    Call this before importing Paddle. If Paddle is imported already, only malloc can be set, and with
-    ``device="cpu"`` a warning is logged the first time.
-
-    With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set.
-    Returns a line for the log that lists the settings, and marks those that the user's environment variables
-    have made.
+    With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set. A
+    rank also ends from now on when its launcher ends.
     """
     global _said
     end_with_launcher()
@@ -99,12 +89,15 @@ def prepare_process(*, device: str = "cpu") -> str:
 
 
 def _set_mkl() -> str:
+    # By itself, Paddle's MKL uses only SSE on AMD processors.
     name = "MKL_DEBUG_CPU_TYPE"
     value = os.environ.get(name) if _set_by_user(name) else mkl_cpu_type(read_cpuinfo())
     return "MKL's own choice" if value is None else _set(name, value)
 
 
 def _set_malloc() -> str:
+    # By itself, malloc returns large blocks to the kernel after every operator, and the kernel must zero
+    # them.
     if not sys.platform.startswith("linux"):
         return ""
     kept = [name for name in _MALLOC if name in os.environ]
@@ -143,11 +136,11 @@ def _set(name: str, value: str) -> str:
 
 
 def _set_by_launcher(name: str) -> bool:
-    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank. The
-    launcher imports Paddle, which sets OMP_NUM_THREADS=1, and the ranks inherit that. But ``/proc`` still
-    shows the environment with which the user started the launcher."""
+    """Return whether Paddle's launcher, and not the user, has set an environment variable of this rank."""
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False
+    # The launcher imports Paddle, which sets OMP_NUM_THREADS=1 for the ranks. /proc still shows the
+    # environment with which the user started the launcher.
     try:
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except OSError:
@@ -156,13 +149,8 @@ def _set_by_launcher(name: str) -> bool:
 
 
 def import_paddle() -> None:
-    """Import Paddle faster and with less output than by ``import paddle``. Does nothing if it is imported
-    already. Raises NotInstalledError if Paddle is not installed.
-
-    Two messages of the import are not shown: the warning that no ccache is found, and a banner that
-    recommends OMP_NUM_THREADS=1, so that ranks do not compete for cores. Instead, :func:`thread_count`
-    divides the cores among the ranks. All other output is shown.
-    """
+    """Import Paddle faster and with less output than by ``import paddle``. Raises NotInstalledError if Paddle
+    is not installed."""
     if "paddle" in sys.modules:
         return
     with loading_paddle():
@@ -194,6 +182,8 @@ def loading_paddle() -> Iterator[None]:
         raise refused or error from None
     finally:
         _undo_root_logging(said)
+        # The banner recommends OMP_NUM_THREADS=1 for ranks. thread_count() divides the cores among them
+        # instead.
         banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
         for line in said.getvalue().splitlines():
             if not line.startswith(banner):
@@ -227,13 +217,9 @@ def _delayed_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """Context manager that makes importing Paddle faster: 1.7 s of CPU time instead of 2.2 s (Xeon, 2.5 GHz).
-
-    - Garbage collection is off during the import. Later it ignores the many imported objects, which are never
-      garbage.
-    - ``httpx._main``, which Paddle does not need, is hidden during the import, because it loads a terminal
-      library. Afterwards it can be imported as usual.
-    """
+    """Context manager that makes importing Paddle faster."""
+    # httpx._main, which Paddle does not need, is hidden, because it loads a terminal library. Garbage
+    # collection is off, because the imported objects are never garbage.
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
     gc.disable()
@@ -250,9 +236,8 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Remove the log handler that Paddle's import added to Python's root logger. It writes to ``stream``,
-    which nobody reads after the import. Without it, warnings and errors of other libraries go to standard
-    error."""
+    """Remove the log handler that Paddle's import added to Python's root logger. It writes to ``stream``."""
+    # Nobody reads `stream` after the import. Without the handler, messages of other libraries go to stderr.
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
             logging.root.removeHandler(handler)

@@ -49,14 +49,10 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 class TensorMemory:
-    """NumPy views of the tensors that one collective reads and writes. It keeps the tensors alive until
-    :meth:`finish`.
+    """NumPy views of the tensors that one collective reads and writes. :meth:`finish` must be called when the
+    results are in them."""
 
-    For a strided tensor, such as a transposed gradient, the view is a contiguous copy, which :meth:`finish`
-    writes back. Tests set ``takes_strided`` to False, so that strided tensors raise CommError on a CPU, as
-    NCCL refuses them on a GPU.
-    """
-
+    # Tests set this to False, so that strided tensors raise CommError, as NCCL refuses them on a GPU.
     takes_strided = True
 
     def __init__(self) -> None:
@@ -102,9 +98,8 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce the arrays ``parts`` elementwise into ``out``, in the order of ``parts`` (one array per rank, in
-    rank order). ``out`` may be one of them. 16-bit floats are accumulated in float32 and rounded once at the
-    end.
+    """Reduce the arrays ``parts`` elementwise into ``out``, in their order. ``out`` may be one of them.
+    16-bit floats are accumulated in float32.
 
     Args:
         op: SUM, MAX, MIN or PRODUCT of this module.

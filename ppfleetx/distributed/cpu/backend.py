@@ -1,8 +1,6 @@
-"""Process groups for Paddle's CPU build, on which fleet's tensor-parallel and pipeline-parallel code runs
-unmodified. They are meant for development and continuous integration.
+"""Process groups for Paddle's CPU build, for development and continuous integration. fleet's tensor-parallel
+and pipeline-parallel code runs on them unmodified.
 
-Paddle's own CPU groups, based on Gloo, lack half of the operations that fleet uses, and several of them
-conflict with each other. With a CUDA build, ``install()`` does nothing and NCCL is used.
 ``docs/cpu_backend.md`` lists the guarantees. ``patches.py`` lists every attribute of Paddle that is replaced.
 """
 
@@ -26,9 +24,8 @@ _groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
-    """Make Paddle create this module's process groups wherever it would create those of its backend "gloo".
-    Call it before ``fleet.init``; further calls have no effect. Returns whether these groups are used: False
-    with a CUDA build of Paddle, in which nothing is replaced."""
+    """Make Paddle create this module's process groups in place of its own. Call it before ``fleet.init``.
+    With a CUDA build of Paddle, it replaces nothing and returns False."""
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # the launcher's default without GPUs
@@ -41,23 +38,19 @@ def traffic() -> dict[int, dict[str, Any]]:
     call of :func:`reset_traffic`.
 
     Returns:
-        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. A call adds S to
-        ``payload``, where S is the number of bytes in the whole tensor: the output of an all-gather or
-        gather, and the input of any other operation (for a scatter, the input of the source). It adds to
-        ``sent`` the number of bytes that this rank, one of n, would send with the textbook algorithm:
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload`` is
+        the sum of S over all calls, where S is the number of bytes of the whole tensor. ``sent`` is the sum
+        of the bytes that this rank, one of n, would send with the textbook algorithm:
 
         ========================== ==========================================================
         all_reduce (ring)          2 (n-1)/n S
         all_gather, reduce_scatter (n-1)/n S
-        all_to_all                 S without the part that the rank keeps: (n-1)/n S if all parts are equal
-        broadcast, reduce          (n-1)/n S: all ranks together send (n-1) S; this is the mean over them
+        all_to_all                 S without the part that the rank keeps
+        broadcast, reduce          (n-1)/n S: the mean over the ranks
         gather                     S/n; 0 on the destination
         scatter                    (n-1)/n S on the source; 0 on the other ranks
         send                       S
         ========================== ==========================================================
-
-        The bytes that really pass through the connections differ: a small all-reduce is sent to all ranks at
-        once, and only the source sends a broadcast.
     """
     return {
         group.group_id: {
@@ -82,8 +75,7 @@ def close() -> None:
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first call
-    in a process connects it to the other ranks. So all ranks of the job must make their first call together.
-    Further calls need no communication."""
+    connects the ranks of the job, so all of them must make it together."""
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()

@@ -1,8 +1,5 @@
-"""A process group for CPU tensors with the interface of Paddle's process groups.
-
-Reductions add the ranks' contributions in rank order; 16-bit floats are added in float32. So results are
-bitwise equal on all ranks and in every run.
-"""
+"""A process group for CPU tensors with the interface of Paddle's process groups. Its results are bitwise
+equal on all ranks and in every run."""
 
 from __future__ import annotations
 
@@ -37,11 +34,9 @@ _SMALL_BYTES = 1 << 14
 
 
 class CpuProcessGroup:
-    """A process group for CPU tensors, with the methods of Paddle's ``core.ProcessGroup``.
-
-    Ranks in arguments are numbers within the group. Each method returns a task. With ``sync_op=False``, the
-    operation, even a send, is complete only after the task's ``wait()``.
-    """
+    """A process group for CPU tensors, with the methods of Paddle's ``core.ProcessGroup``. Ranks in arguments
+    are numbers within the group. With ``sync_op=False``, an operation is complete only after its task's
+    ``wait()``."""
 
     def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
         self._mesh, self._rank, self._size = mesh, rank, size
@@ -115,7 +110,8 @@ class CpuProcessGroup:
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
         """Gather the ``tensor`` of every member into ``out``, in rank order. If ``sync_op`` is not passed,
-        the first argument is the input and the second the output, as in Paddle's older interface."""
+        the first argument is the input and the second the output."""
+        # Paddle's older interface
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
@@ -132,8 +128,8 @@ class CpuProcessGroup:
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Cut ``tensor`` into ``num`` equal parts, contribute the part ``id``, and gather the parts of all
-        members into ``out``. ``num`` must be the size of the group and ``id`` this member's number."""
+        """Gather the parts of all members into ``out``. This member's part is the part ``id`` of ``num``
+        equal parts of ``tensor``. ``num`` must be the size of the group, and ``id`` this member's number."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -200,9 +196,10 @@ class CpuProcessGroup:
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Distribute the ``tensors`` of member ``src``: member i receives ``tensors[i]``, or the i-th equal
-        part of a single tensor, into ``out``. If ``sync_op`` is not passed, the first argument is the input
-        and the second the output, as in Paddle's older interface."""
+        """Send ``tensors[i]`` of member ``src`` to each member i, into ``out``. A single tensor is cut into
+        equal parts. If ``sync_op`` is not passed, the first argument is the input and the second the
+        output."""
+        # Paddle's older interface
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -296,7 +293,8 @@ class CpuProcessGroup:
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
         """Send ``array`` to member ``peer`` or, if ``incoming``, receive a message from ``peer`` into
-        ``array``. The n-th send to a member is matched with that member's n-th receive from this one."""
+        ``array``."""
+        # The n-th send to a member is matched with that member's n-th receive from this one.
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)

@@ -1,9 +1,5 @@
 """Open the connections between the ranks of a CPU job. Both ends of a connection prove with a secret token
-that they belong to the job; other connections are closed.
-
-Each pair of ranks has one connection for messages. Ranks on different hosts have a second, idle one, which
-detects the loss of the other host (``keepalive.py``).
-"""
+that they belong to the job."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     """Connect this rank to every other rank of the job, and return the connections by rank. ``address`` is
-    this machine's IP address, at which the others can connect; they learn it in a rendezvous.
+    this machine's IP address, at which the others can connect.
 
     Raises:
         ConfigError: this process cannot listen on ``address``.
@@ -80,8 +76,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Take part in the job's rendezvous: announce ``own``, the address on which this rank listens. Returns
-    the addresses of all ranks, and a secret token that is the same for all.
+    """Take part in the job's rendezvous. ``own`` is the address on which this rank listens. Returns the
+    addresses of all ranks, and a secret token that they share.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet.
@@ -125,9 +121,8 @@ def _accept(
 
 
 def local_address() -> str:
-    """Return the IP address at which other ranks can connect to this one: that of the network interface
-    ``GLOO_SOCKET_IFNAME`` if it is set, as in Paddle's Gloo, or else the host in ``PADDLE_CURRENT_ENDPOINT``,
-    which Paddle's launcher sets. Raises ConfigError if the interface has no address."""
+    """Return this rank's IP address: that of the network interface ``GLOO_SOCKET_IFNAME`` if it is set, else
+    the host in ``PADDLE_CURRENT_ENDPOINT``. Raises ConfigError if the interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"

@@ -1,10 +1,5 @@
-"""Detect that another host has failed. A machine that loses power or its network link does not close its
-connections, so their other ends notice nothing.
-
-On a connection that carries data, the loss can go unnoticed for 15 minutes, and a time limit would mistake a
-slow reader for a lost host. So each pair of ranks on different hosts has a second, idle connection with TCP
-keepalive probes. The kernel answers these even while the process computes, is stopped or waits for a lock.
-"""
+"""Detect that another host has failed. Each pair of ranks on different hosts has an idle connection with TCP
+keepalive probes, which the kernel answers even while the process computes or is stopped."""
 
 from __future__ import annotations
 
@@ -26,21 +21,21 @@ _AFTER_THE_END_SECONDS = 5.0
 
 
 def silence_limit() -> float:
-    """Return after how many seconds without an answer to keepalive probes a host counts as lost
-    (``PADDLE_CPU_COMM_SILENCE``, default 30). Raises ConfigError if that is not a number of at least 3."""
+    """Return after how many seconds without an answer a host counts as lost (``PADDLE_CPU_COMM_SILENCE``,
+    default 30). Raises ConfigError if that is not a number of at least 3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 
 def end_when_silent(connection: socket.socket) -> None:
     """Let an idle connection fail when the other host has not answered keepalive probes for
-    :func:`silence_limit`. Do not use this for a connection that carries data: the kernel would mistake a slow
-    reader for a lost host."""
+    :func:`silence_limit`. The connection must carry no data."""
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(limit) - _PROBES * interval))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    # If the connection carried data, the kernel would mistake a slow reader for a lost host.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit))
 
 

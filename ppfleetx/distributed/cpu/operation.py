@@ -55,9 +55,8 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Copy the message that has arrived for ``receive`` from its buffer to the memory of the operation.
-        Does nothing if the message was read directly into that memory. Raises OutOfStepError if the message
-        belongs to another operation."""
+        """Copy a message from its buffer to the memory of the operation that expects it. Raises
+        OutOfStepError if the message belongs to another operation."""
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None
@@ -74,9 +73,8 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Take an arriving message of ``length`` bytes, in the thread that reads a connection. If an
-        operation already expects this message, ``read`` is called with the operation's memory, and otherwise
-        with a buffer, in which the message is kept."""
+        """Take an arriving message of ``length`` bytes: call ``read`` with the memory of the operation that
+        expects it or, if there is none yet, with a buffer."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -131,13 +129,8 @@ STARTED_SUMS = 2
 
 
 class Operation:
-    """A running collective or message. It is also the task that Paddle gets from a process group's methods.
-
-    Each ``yield`` of the generator ``steps`` hands over the messages that must arrive before it can continue.
-    So a thread that waits for one operation can meanwhile continue others, and two ranks may wait for the
-    same operations in different orders. ``busy`` is set while a thread runs the generator; change it only
-    while holding ``Mesh.state``.
-    """
+    """A running collective or message, and the task that Paddle gets for it. The generator ``steps`` performs
+    it, and yields the messages that must arrive before it can continue."""
 
     def __init__(
         self,
@@ -151,6 +144,7 @@ class Operation:
         takes_memory: bool = False,
     ) -> None:
         self.background, self.takes_memory = background, takes_memory
+        # `busy` is set while a thread runs `steps`; change it only while holding Mesh.state.
         self.busy = self.started = False
         self.text, self.group = text, group
         self._inbox, self._complete, self._steps = inbox, complete, steps
@@ -203,14 +197,8 @@ class Operation:
 
 
 class Progress:
-    """A thread that continues asynchronous operations while the program computes. It always takes the oldest
-    operation whose messages have arrived, in any process group. So groups cannot deadlock by waiting for each
-    other.
-
-    A reduction needs memory for the data it receives. So each group runs at most :data:`STARTED_SUMS`
-    reductions at a time, in the order of their calls; other operations start at once. The limit cannot cause
-    a deadlock, because every member starts a group's oldest unfinished reduction.
-    """
+    """A thread that continues asynchronous operations while the program computes. It takes the oldest
+    operation whose messages have arrived, in any process group."""
 
     def __init__(
         self, state: threading.Condition, pending: list[Operation], advance: Callable[[Operation], None]
@@ -228,6 +216,8 @@ class Progress:
 
     def _next(self) -> Operation | None:
         background = [operation for operation in self._pending if operation.background]
+        # A sum needs memory for what it receives, so each group runs few at a time. This cannot deadlock,
+        # because every member starts the oldest unfinished one.
         sums = Counter(one.group for one in background if one.takes_memory and one.started)
         for one in background:
             may_start = not one.takes_memory or sums[one.group] < STARTED_SUMS

@@ -1,10 +1,5 @@
 """Everything in Paddle that the CPU process groups replace (``TABLE``), with the reasons and the Paddle
-version.
-
-Nothing is replaced before ``backend.install()``. ``tests/distributed/cpu/test_patches.py`` checks in
-unmodified Paddle that each reason still holds. If that test fails, Paddle has been fixed, and the entry can
-be removed.
-"""
+version. Nothing is replaced before ``backend.install()``."""
 
 from __future__ import annotations
 
@@ -35,9 +30,9 @@ class _Identity(PyLayer):
 
 
 class _SoftmaxCrossEntropy(PyLayer):
-    """Cross-entropy of vocabulary-parallel logits: each rank of the group holds the logits of a range of
-    classes, in rank order. Computed in float32, or in float64 for float64 logits. The loss has the shape of
-    the logits with 1 as last dimension, and is zero where the label is ``ignore_index``."""
+    """Cross-entropy of vocabulary-parallel logits, of which each rank of the group holds a range of classes,
+    in rank order. The loss has the shape of the logits with 1 as last dimension, and is zero where the label
+    is ``ignore_index``."""
 
     @staticmethod
     def forward(
@@ -165,6 +160,8 @@ def _no_store(_: Callable[[], Any]) -> Callable[[], None]:
 
 _NO_KERNEL = "the CPU kernel only throws"
 
+# tests/distributed/cpu/test_patches.py checks that each reason holds in unmodified Paddle. If it fails,
+# Paddle has been fixed, and the entry can go.
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         "paddle.distributed.collective",

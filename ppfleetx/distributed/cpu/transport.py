@@ -1,13 +1,8 @@
 """The connections of one rank of a CPU job to all other ranks, and its running collectives and messages.
 Every wait has a time limit.
 
-Each pair of ranks has one connection, shared by all process groups. A thread reads from it all the time, so a
-send never waits for the receiver's program, and no order of sends and receives can deadlock. Another thread
-continues collectives with ``sync_op=False`` while the program computes.
-
 ``handshake.py`` makes the connections, ``wire.py`` defines the format of messages, ``operation.py`` matches
-messages with the operations that expect them, and ``keepalive.py`` detects lost hosts. None of these modules
-depends on Paddle: they handle memory as ``memoryview`` and NumPy arrays.
+messages with operations, and ``keepalive.py`` detects lost hosts.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ class Mesh:
 
     Attributes:
         blocked_on: the operation for which the program waits now, or None.
-        state: the lock of all data that the threads share. Waiting threads are notified through it.
+        state: the lock of all data that the threads share.
     """
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
@@ -70,9 +65,8 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all other ranks of the job. ``address`` is this machine's IP address. Each
-        wait for another rank takes at most ``timeout`` seconds (0: no limit). Raises what
-        :func:`connect_ranks` raises."""
+        """Connect this rank to all other ranks of the job. ``timeout`` limits each later wait for a rank, in
+        seconds (0: no limit). See :func:`connect_ranks` for ``address`` and the errors."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
@@ -82,6 +76,7 @@ class Mesh:
         self._watch = Watch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
         for peer in self.peers.values():
             _tune(peer.connection, self.timeout)
+            # Because this thread reads all the time, no order of sends and receives can deadlock.
             threading.Thread(
                 target=self._read, args=(peer,), name=f"cpu-comm-{peer.rank}", daemon=True
             ).start()
@@ -116,9 +111,10 @@ class Mesh:
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Return whether some data that this rank has sent is not yet acknowledged by the receiving kernel.
-        Until it is, the process must not exit: its kernel would answer later messages with a TCP reset, which
-        discards the data in flight."""
+        """Return whether some data that this rank has sent is not yet acknowledged by the receiving
+        kernel."""
+        # If the process exited now, its kernel would answer later messages with a TCP reset, which discards
+        # the data.
         with self.state:
             peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
         with contextlib.suppress(OSError):
@@ -130,7 +126,7 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> None:
-        """Send the bytes of ``view`` to rank ``dst``. They may be overwritten as soon as this returns. Raises
+        """Send the bytes of ``view`` to rank ``dst``; they may be overwritten afterwards. Raises
         PeerLostError if the rank has ended, and CommTimeoutError if it does not read."""
         peer = self.peers.get(dst)
         if peer is None:
@@ -201,7 +197,7 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait until ``operation`` is complete. Meanwhile, continue other operations of the program.
+        """Wait until ``operation`` is complete; meanwhile, continue other operations of the program.
 
         Raises:
             PeerLostError: a rank that must take part has ended.
@@ -223,8 +219,8 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Continue ``operation``, which the calling thread has marked ``busy``, until it ends or has to wait
-        for a message. If it fails, the error is raised here, and again in the thread that waits for it."""
+        """Continue ``operation`` until it ends or has to wait for a message. The caller must have marked it
+        ``busy``."""
         try:
             operation.advance()
         except BaseException as error:
@@ -270,9 +266,8 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_continue(self, operation: Operation) -> bool:
-        """Return whether the thread that waits for ``operation`` can go on. Either the operation has ended,
-        or messages have arrived with which the thread can continue this operation or another one. Call it
-        while holding ``state``."""
+        """Return whether the thread that waits for ``operation`` can continue this operation or another one.
+        The caller must hold ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -313,9 +308,8 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the closing message of ``rank``. ``text`` is the error with which it ended, or "" if it
-        ended as planned. ``lost`` is the rank whose end caused the error; -1 if ``rank`` failed by itself.
-        Returns whether this is the first failure in the job that this rank learns of."""
+        """Record the closing message of ``rank``, and return whether it is the first failure that this rank
+        learns of. ``text`` is the error of ``rank``, or ""; ``lost`` is the rank that caused it, or -1."""
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
                 text = f"it lost the connection to this rank: {text}"
@@ -333,9 +327,8 @@ class EndedRanks:
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """Return the error for an operation that cannot complete because ``rank`` (-1: unknown) has ended.
-        ``text`` describes the operation. The error names the rank that failed first, because ``rank`` may
-        have ended only as a consequence."""
+        """Return the error for an operation, described by ``text``, that cannot complete because ``rank``
+        (-1: unknown) has ended. It names the rank that failed first."""
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
@@ -352,9 +345,8 @@ class EndedRanks:
 
 
 def time_limit() -> float:
-    """Return for how many seconds a rank waits for another before it raises an error
-    (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: no limit). Raises ConfigError if the variable is not a
-    number of at least 0."""
+    """Return for how many seconds a rank waits for another (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: no
+    limit). Raises ConfigError if that is not a number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

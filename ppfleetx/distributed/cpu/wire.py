@@ -81,8 +81,8 @@ def make_header(
 
 
 class Peer:
-    """The connection to another rank. ``name`` is that rank and its address, for error messages. ``watch`` is
-    a second, idle connection that detects the loss of the other host; None if both ranks are on one host."""
+    """The connection to another rank. ``name`` is the rank and its address, for error messages. ``watch`` is
+    a second, idle connection to a rank on another host, or None."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
@@ -105,9 +105,8 @@ class Peer:
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
-        """Send one message: ``header``, then ``payload``. If the other rank does not read, this blocks until
-        the socket's send timeout. ``patience`` is the number of seconds to wait while another thread is
-        sending on this connection (-1: no limit). Raises OSError if the message cannot be sent."""
+        """Send one message: ``header``, then ``payload``. ``patience`` is the number of seconds to wait while
+        another thread is sending (-1: no limit). Raises OSError if the message cannot be sent."""
         if not self._sending.acquire(timeout=patience):
             raise TimeoutError("another thread is still sending")
         parts = [memoryview(header)] if payload is None else [memoryview(header), payload]
