@@ -92,7 +92,7 @@ class GenerationModule:
 
 def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
     """Fit the weight ``value`` to ``shape``. Only the number of padding rows of a word-embedding table may
-    differ; the result has zeros in these rows. Raises CheckpointError for any other difference."""
+    differ. Raises CheckpointError for any other difference."""
     if list(value.shape) == shape:
         return value
     is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]

@@ -57,8 +57,7 @@ class GPT2LMHeadModel:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load a model from a directory in ppfleetx's, Hugging Face's or FleetX's format. All weights come
-        from there: none is left at random initial values.
+        """Load a model from a directory in ppfleetx's, Hugging Face's or FleetX's format.
 
         Raises:
             UserError: there is no model in the directory.
@@ -159,8 +158,7 @@ class GPT2Tokenizer:
 
         Args:
             text: a text or a list of texts. For a list, each result begins with a batch dimension.
-            add_special_tokens: whether to put the end-of-document token before and after each text. The
-                default is that of transformers, which differs from MindFormers'.
+            add_special_tokens: whether to put the end-of-document token before and after each text.
             padding: ``max_length`` pads each text at its end to ``max_length`` tokens; False does not pad.
             max_length: the largest number of tokens of a text.
             truncation: True cuts off the end of a longer text; False makes a longer text an error.

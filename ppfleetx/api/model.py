@@ -1,7 +1,6 @@
 """A trained GPT as a Python object: generate text, compute logits and loss, load and save.
 
-Paddle is imported only when a model is loaded. In shapes, b is the number of sequences, s the number of
-tokens and V the size of the vocabulary.
+In shapes, b is the number of sequences, s the number of tokens and V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ class _AbandonedError(Exception):
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Run ``generate`` in a background thread, and yield pieces of text while they are generated.
-    ``generate`` is called with a function ``on_text``, to which it must pass each piece: (index of the
-    prompt, index of its continuation, text).
+    """Run ``generate`` in a background thread, and yield the pieces of text that it passes to its argument
+    ``on_text``: (index of the prompt, index of the continuation, text).
 
-    If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
-    generation stops at the next token.
+    If generation fails, its error is raised after the last piece. Generation stops when the iterator is
+    closed.
     """
     pieces: queue.Queue[Piece | BaseException | None] = queue.Queue()
     abandoned = threading.Event()
@@ -135,7 +133,7 @@ class GPT:
         overrides: Overrides | None = None,
     ) -> Self:
         """Load a model from the output directory of a run, a checkpoint, a Hugging Face or FleetX model, or a
-        GGUF file. All weights come from there: none is left at random initial values.
+        GGUF file.
 
         Args:
             directory: the path of the model. ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` downloads a model
@@ -222,7 +220,6 @@ class GPT:
 
     def __call__(self, tokens: Tokens) -> paddle.Tensor:
         """Compute float32 logits ``[b, s, V]``: for each token, the scores of the token that follows it.
-        Columns that only pad the vocabulary are cut off.
 
         Args:
             tokens: ids ``[b, s]``, or ``[s]`` for one sequence.
@@ -236,7 +233,7 @@ class GPT:
 
     def loss(self, tokens: Tokens) -> paddle.Tensor:
         """Compute the mean next-token cross entropy, in nats, of sequences ``[b, s]``. The result is a scalar
-        that can be differentiated. Every token but the first of each sequence is predicted.
+        that can be differentiated.
 
         Raises:
             DataError: as for calling the model, or a sequence has only one token.
@@ -284,18 +281,18 @@ class GPT:
         Args:
             prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and its
                 results have ids but no text.
-            stream: True returns an iterator over the text while it is generated. For one prompt it yields
-                pieces of text; for a list, tuples (index of the prompt, index of the continuation, piece of
-                text).
-            seed: seed for sampling; the same seed gives the same text. None: ``Generation.seed`` of the
-                model's configuration, or else its ``Global.seed``.
-            options: keys of the section ``Generation`` that replace the model's own, e.g. ``max_dec_len=50,
-                temperature=0.8, top_k=5``.
+            stream: True returns an iterator over pieces of the text while it is generated. For a list of
+                prompts, it yields tuples (index of the prompt, index of the continuation, piece of text).
+            seed: seed for sampling; None: ``Generation.seed`` of the model's configuration, or else its
+                ``Global.seed``.
+            options: keys of the section ``Generation`` that replace the model's own, e.g.
+                ``max_dec_len=50, temperature=0.8, top_k=5``.
 
         Returns:
             For one prompt, a :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``,
-            ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If ``num_return_sequences``
-            is above 1, a list of them. For a list of prompts, a list with such a result for each.
+                ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If
+                ``num_return_sequences`` is above 1, a list of them. For a list of prompts, a list with such a
+                result for each.
 
         Raises:
             ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as
@@ -380,8 +377,7 @@ class GPT:
         """Write the model and its tokenizer in Hugging Face's format (``AutoModelForCausalLM``).
 
         Adapters are merged into the weights they belong to. A model that was loaded from Hugging Face's
-        format keeps its ``config.json``, its ``generation_config.json`` and, as in :meth:`save`, its element
-        type.
+        format keeps its ``config.json`` and ``generation_config.json``.
 
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
@@ -404,8 +400,7 @@ def load(
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Prepare this process to run the model of ``cfg``: import Paddle and select the device. Random number
-    generators keep their states.
+    """Prepare this process to run the model of ``cfg``: import Paddle and select the device.
 
     Raises:
         ConfigError: there is no such device, or the model cannot run there.

@@ -59,9 +59,8 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Return ``chosen`` without sampling options such as ``top_k`` if ``do_sample`` is False, because
-        MindFormers ignores them then. Raises ConfigError if there are such options, but ``do_sample`` is not
-        given and the model's own strategy is not sampling."""
+        """Return ``chosen`` without the options of sampling if ``do_sample`` is False. Raises ConfigError if
+        ``do_sample`` is not given, and the model would ignore such options."""
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):
@@ -110,8 +109,7 @@ def pipeline(
     Args:
         task: must be ``text_generation``.
         model: the directory of a model, or a loaded model.
-        tokenizer: the tokenizer to use instead of the model's own. The object given as ``model`` is not
-            changed.
+        tokenizer: the tokenizer to use instead of the model's own.
         options: default options of every call; see :meth:`TextGenerationPipeline.__call__`.
 
     Raises:
@@ -193,8 +191,8 @@ class Trainer:
             )
 
     def train(self, *, resume: bool = False) -> None:
-        """Train. If ``model`` is a directory, training starts from the weights in it; if it is the name of a
-        configuration, from random weights.
+        """Train from the weights in the directory ``model``, or from random weights if ``model`` names a
+        configuration.
 
         Args:
             resume: continue the run in ``output_dir`` from its last checkpoint instead.
@@ -222,8 +220,7 @@ class Trainer:
 
         Args:
             finetune_checkpoint: the directory of the checkpoint; None: the directory given as ``model``.
-            auto_trans_ckpt: only for compatibility: a checkpoint always loads under every parallel plan, so
-                True changes nothing and False is refused.
+            auto_trans_ckpt: True changes nothing, and False is refused.
             resume: continue the run in ``output_dir`` from its last checkpoint instead.
 
         Raises:
@@ -246,8 +243,7 @@ class Trainer:
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
         """Evaluate on ``eval_dataset`` or, without one, on the share of ``train_dataset`` that the
-        configuration sets aside. Returns ``{"loss", "ppl"}``; if there are several evaluation sets, only
-        those of the first.
+        configuration sets aside. Returns ``{"loss", "ppl"}`` of the first evaluation set.
 
         Args:
             eval_checkpoint: the directory of the model to evaluate; None: the model trained by this object,

@@ -31,13 +31,13 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """Make a token corpus, ``PREFIX.bin`` and ``PREFIX.idx``, from training data, and return PREFIX. The name
-    derives from the contents; a corpus that exists already is used as it is.
+    """Make a token corpus, ``PREFIX.bin`` and ``PREFIX.idx``, from training data, and return PREFIX. A corpus
+    that exists already is used as it is.
 
     Args:
         data: the prefix of an existing corpus, a text file or a folder of text files (also JSON lines), a
             list of texts, or records with a text under ``text``, such as a ``datasets.Dataset``.
-        tokenizer: encodes the texts; its end-of-document token ends each document.
+        tokenizer: encodes the texts.
         directory: the directory to write the corpus to.
 
     Raises:
@@ -169,9 +169,8 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval``. If the configuration sets
-        ``Engine.save_load.ckpt_dir``, that checkpoint is evaluated instead. Returns a record with loss and
-        perplexity; for several named sets, ``{name: record}``.
+        """Evaluate the checkpoint ``Engine.save_load.ckpt_dir``, or else the last one in ``output_dir``, on
+        ``Data.Eval``. Returns a record with loss and perplexity; for several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.

@@ -1,8 +1,7 @@
-"""The commands of ppfleetx, one module for each verb or group of verbs. Importing this package enables all
-commands to read checkpoints of FleetX.
+"""The commands of ppfleetx, one module for each verb or group of verbs.
 
-All functions raise a UserError (`config/errors.py`) for a mistake of the user; their docstrings say so only
-if there is more to say.
+Importing this package enables all commands to read FleetX checkpoints. All functions raise a UserError
+(`config/errors.py`) for a mistake of the user.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """Opens checkpoints of other toolkits for the checkpoint package. The modules for these formats are slow
-    to import, so they are imported only for a directory that is not in our own format."""
+    """Opens checkpoints of other toolkits for the checkpoint package."""
 
+    # These modules are slow to import, so they are imported only for a directory that is not in our format.
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described
 

@@ -42,14 +42,14 @@ any number of lines, and commands and backslashes in it mean nothing. Ctrl-C sto
 
 @dataclass
 class Conversation:
-    """A conversation with a model, which answers each message in the light of the earlier ones.
+    """A conversation with a model.
 
     Attributes:
         generator: the model.
         template: the chat template, which turns messages into a prompt.
         options: settings of answers; ``max_dec_len`` limits the tokens of an answer.
-        seed: the seed of the next answer; each answer adds 1.
-        system: the system message; None: none.
+        seed: the seed of the next answer. Each answer increases it by 1.
+        system: the system message; None if there is none.
         turns: the messages and answers so far, oldest first.
     """
 
@@ -65,11 +65,10 @@ class Conversation:
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
         """Add a message to the conversation, and let the model answer it. ``on_text`` gets each piece of the
-        answer. Ctrl-C (KeyboardInterrupt) stops the answer; the text so far stays in the conversation.
+        answer. Ctrl-C stops the answer.
 
         Raises:
-            ChatError: the chat template refuses the message, or the message is too long. The conversation is
-                unchanged.
+            ChatError: the chat template refuses the message, or the message is too long.
         """
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
@@ -171,9 +170,8 @@ def _options(cfg: RunConfig) -> GenerationConfig:
 
 
 class Terminal:
-    """The user's side of a chat. Reads messages from ``source`` and writes answers to ``output``. Everything
-    else, such as help, goes to ``notes``. If ``source`` is not a terminal, no prompt such as ``>`` is shown.
-    """
+    """The user's side of a chat. Reads messages from ``source``, writes answers to ``output``, and everything
+    else, such as help, to ``notes``."""
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
         self._source, self._output, self._notes = source, output, notes

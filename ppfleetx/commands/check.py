@@ -41,9 +41,8 @@ _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print a report on a configuration. Raises UserError if a run with this configuration, its output
-    directory or its data would be refused. ``world_size`` is the number of processes; None: as many as the
-    plan needs."""
+    """Print a report on a configuration. Raises UserError if a run would be refused. ``world_size`` is the
+    number of processes; None: as many as the plan needs."""
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
 
@@ -150,13 +149,10 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
-    """Return the share of the time in which a pipeline stage is idle, if all stages take equally long.
-
-    With p stages, v virtual stages and m micro batches, it is (p - 1) / (v m + p - 1) (Narayanan et al.
-    2021). With the schedule ZB-H1, it is (p - 1) / (3 m + p - 1), if the forward pass and both parts of the
-    backward pass take equally long (Qi et al. 2023, table 2).
-    """
+    """Return the share of the time in which a pipeline stage is idle, if all stages take equally long
+    (Narayanan et al. 2021; for ZB-H1, Qi et al. 2023, table 2)."""
     if plan.pp_schedule == "zb_h1":
+        # The forward pass and both parts of the backward pass take equally long.
         return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
     return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
 
@@ -252,9 +248,8 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
-    """Describe the precision of a run whose device may not be known yet. If ``Global.device`` is ``auto`` and
-    this machine has no cards, describe it both for GPUs and for this machine's CPU.
-    """
+    """Describe the precision of a run, both for GPUs and for this machine's CPU if the device is not known
+    yet."""
     if cfg.Global.device != "auto":
         return _precision(cfg, cfg.Global.device)
     on_gpus, on_cpu = _precision(cfg, GPU), _precision(cfg, CPU)

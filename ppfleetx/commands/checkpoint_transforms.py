@@ -104,9 +104,8 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
 def calibration_samples(
     cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
-    """Read windows of calibration data, and others to measure the result with, from the data that
-    ``--calibration`` names; None if it is not given. ``fewest`` is the minimum number of calibration tokens.
-    """
+    """Read the data that ``--calibration`` names, or return None if the option is not given. ``fewest`` is
+    the minimum number of calibration tokens."""
     if options.calibration is None:
         return None
     from ppfleetx.compress.calibration_data import read_samples
@@ -126,8 +125,8 @@ class Quantize(ShrinkingOptions):
     """Store the weights of a checkpoint in 8 or 4 bits.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The result
-    is a checkpoint that generates, evaluates, serves and exports like any other, under any plan, but cannot
-    be trained. The word embedding and the head always have 8 bits.
+    can be used for generation, evaluation, serving and export, under any plan, but it cannot be trained. The
+    word embedding and the head always have 8 bits.
     """
 
     examples = """\
@@ -169,9 +168,8 @@ class Prune(ShrinkingOptions):
     """Remove attention heads, feed-forward units, experts and layers from a checkpoint.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Every
-    layer loses the same number of heads, units or experts, so that the result is an ordinary model: it
-    trains, generates, converts and exports under any plan. A little training recovers most of the loss
-    (docs/compress.md).
+    layer loses the same number of heads, units or experts, so the result can be trained and used like any
+    other model. A little training recovers most of the loss in quality (docs/compress.md).
     """
 
     examples = """\
@@ -213,9 +211,9 @@ examples:
 class Upcycle(RewritingOptions):
     """Make a mixture of experts from a dense model. Each expert starts as a copy of the MLP.
 
-    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Routers
-    get initial values. Without noise, the mixture computes the same as the dense model until training makes
-    its experts differ (docs/moe.md). -o sets other keys of Model.moe.
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The
+    routers start from random values. Without noise, the mixture first computes the same as the dense model
+    (docs/moe.md). -o sets other keys of Model.moe.
     """
 
     examples = """\

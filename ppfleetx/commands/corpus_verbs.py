@@ -144,11 +144,11 @@ class StdlibCorpus(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Index(ConfigOptions):
-    """Build the index maps of a configuration, which list its samples in the order of training, before a run
-    needs them. Prints their sizes and the hash of their order.
+    """Build the index maps of a configuration, which list its samples in the order of training.
 
-    A run finds the maps in Data.<mode>.dataset.cache_dir (or beside the corpus), so it starts at once.
-    Checkpoints store the hash: equal hashes mean the same samples in the same order.
+    A run then reads the maps from Data.<mode>.dataset.cache_dir, or from beside the corpus, and starts at
+    once. This prints the number of samples and a hash of their order: equal hashes mean the same samples in
+    the same order.
     """
 
     def run(self) -> None:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class Doctor(LaunchOptions, OptionalConfigOptions):
     """Check everything a job needs before it starts. Prints a table of findings, and how to fix failures.
 
-    Without options it checks this machine: libraries, variables, Paddle, its kernels, the GPU, the losses of
-    tiny models. With -c it also checks the needs of that configuration: data, tokenizer, output directory,
-    memory. With --nproc it starts ranks as training does, compares their findings, and tries every kind of
-    communication in each group of the plan; with --nnodes it first checks that the machines can reach each
-    other. The exit code is 1 if something failed, else 0.
+    Without options, it checks this machine: libraries, environment variables, Paddle, its kernels, the GPU,
+    and the losses of tiny models. With -c, it also checks what that configuration needs: data, tokenizer,
+    output directory and memory. With --nproc, it starts ranks as training does, compares their findings, and
+    tries every kind of communication in each process group of the plan. With --nnodes, it first checks that
+    the machines can reach each other. The exit code is 1 if something failed, else 0.
     """
 
     examples = """\

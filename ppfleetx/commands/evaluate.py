@@ -51,9 +51,8 @@ class Perplexity:
         num_words: the number of words of the file, separated by single spaces.
         loss: the mean negative log probability of every token but the first, in nats.
         ppl: exp(loss), the perplexity per token.
-        token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
-        adjusted_ppl: exp(loss x token_ratio), the perplexity per word. Unlike ``ppl``, it can be compared
-            between models with different tokenizers.
+        token_ratio: (num_tokens - 1) / (num_words - 1).
+        adjusted_ppl: exp(loss x token_ratio), the perplexity per word.
     """
 
     file: str
@@ -68,15 +67,13 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often a model predicts the last word of a text (cloze test, as LAMBADA).
+    """How often a model predicts the last word of a text (a cloze test such as LAMBADA).
 
     Attributes:
         file: path of the file with the texts.
         strict: whether the model must predict all tokens of the last word, not only the last one.
         num_examples: the number of texts.
-        num_correct: the number of texts whose last word is predicted; NaN if the model's logits were not
-            finite.
-        accuracy: ``num_correct / num_examples``.
+        num_correct: the number of texts whose last word is predicted; NaN if a logit was not finite.
     """
 
     file: str
@@ -147,8 +144,8 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
-    """Read and encode the text of ``Offline_Eval``, with the configured tokenizer or else the checkpoint's.
-    Returns sliding windows for the perplexity, or texts whose last words the model is to predict."""
+    """Read and encode the text of ``Offline_Eval``. Returns sliding windows for the perplexity, or texts
+    whose last words the model is to predict."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
@@ -186,10 +183,9 @@ def evaluate(
 def sum_over_windows(
     runner: StepRunner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
-    """Score all windows and return a sum over all data-parallel ranks, in float64: for ``SlidingWindows``,
-    the negative log probability of all scored tokens; for ``LastWords``, the number of last words that the
-    model predicted correctly. It is NaN if a logit is not finite.
-    """
+    """Score all windows. Returns a sum over all data-parallel ranks: the negative log probability for
+    ``SlidingWindows``, or the number of correct predictions for ``LastWords``. The sum is NaN if a logit is
+    not finite."""
     section = cfg.Offline_Eval
     # Lengths must be a multiple of the number of parts into which the plan splits sequences.
     parts = cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)

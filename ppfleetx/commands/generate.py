@@ -74,9 +74,8 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Continue the prompts, which are split among the data-parallel ranks. Every rank returns the results for
-    all prompts, in order; they do not depend on the number of ranks. A UserError of one rank is raised on
-    every rank."""
+    """Continue the prompts, which are split among the data-parallel ranks. All ranks must call this, and all
+    get the results of all prompts, in order."""
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Tensor-parallel ranks communicate here. They have the same prompts and so raise the same errors.
@@ -225,11 +224,12 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer that ``Data.tokenizer`` names, else the one stored in or beside the checkpoint. The
-    stored one is also used if ``Data.tokenizer.dir`` no longer exists because the run was moved."""
+    """Load the tokenizer that ``Data.tokenizer`` names, or else the one stored in or beside the
+    checkpoint."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
+    # A run that was moved may name a directory that no longer exists.
     is_gone = named is not None and named.dir is not None and not Path(named.dir).exists()
     names_none = named is None or not (named.dir or named.tokenizer_file or named.vocab_file)
     written_in = Path(cfg.origins.get("Data.tokenizer.dir", "").rpartition(":")[0])
@@ -256,11 +256,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 def read_prompts(cfg: RunConfig) -> list[str]:
     """Return the prompts in ``Generation.prompt_file``, else ``Generation.prompt``, else
-    :data:`DEFAULT_PROMPT`.
-
-    A line of a ``.jsonl`` file is a string, or an object with a string under ``prompt``. A line of any other
-    file, or of standard input (``-``), is a prompt. Empty lines are skipped.
-    """
+    :data:`DEFAULT_PROMPT`. The file has one prompt per line; ``-`` is standard input."""
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
     prompt, place = cfg.Generation.prompt, cfg.origins.get("Generation.prompt")

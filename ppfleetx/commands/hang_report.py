@@ -32,8 +32,8 @@ def print_report(options: HangReport) -> None:
 
 
 def _newest_reports(directory: Path) -> dict[int, Report]:
-    """Return the reports of the last hang by rank, from a directory of reports or the output directory of a
-    run. Prints a warning for each report that cannot be read."""
+    """Return the reports of the last hang, by rank. ``directory`` contains reports, or is the output
+    directory of a run."""
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")
     faults: dict[Path, str] = {}

@@ -77,8 +77,8 @@ def _config_of(export: str) -> Sections:
 
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    """Continue prompts with the exported model in ``Inference.model_dir``. Print the results and, if
-    ``output`` is given, write them to this jsonl file. A UserError of one rank is raised on every rank."""
+    """Continue prompts with the exported model in ``Inference.model_dir``. Prints the results, and writes
+    them to the jsonl file ``output`` if it is given."""
     from ppfleetx.deploy.inference_engine import InferenceEngine
 
     with joint_errors(ctx, name_ranks=False):
@@ -103,9 +103,9 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 
 
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
-    """Return the configuration without the path of the original checkpoint and without ``Model.lora``, whose
-    ``base`` is the path of frozen weights. These paths may not exist where the export is used.
-    """
+    """Return the configuration without the paths of the original weights, which an exported model does not
+    need."""
+    # Model.lora.base is the path of frozen weights. Both paths may be missing where the export is used.
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     return cfg.changed("Engine", save_load=save_load).changed("Model", lora=None)
 

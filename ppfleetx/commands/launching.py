@@ -1,7 +1,7 @@
-"""Run a verb in N processes (``--nproc N``), with Paddle's launcher, which runs in this process.
+"""Run a verb in N processes (``--nproc N``) with Paddle's launcher.
 
-The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log. Each line of an
-error begins with the rank's number.
+The launcher runs in this process. It shows the log of its first rank and, if a rank fails, the end of that
+rank's log.
 """
 
 from __future__ import annotations

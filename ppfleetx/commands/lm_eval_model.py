@@ -26,16 +26,12 @@ _DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint as lm-evaluation-harness needs it: computes log likelihoods of texts, and continues texts.
-
-    Special tokens written in texts become their token ids. The BOS token is put before a text if transformers
-    would do so, as with the harness's own ``add_bos_token=True``. A continuation without a context is scored
-    after BOS, or after the end-of-text token if there is no BOS. If a text is too long for the model, its
-    beginning is cut off.
+    """A checkpoint as a model of lm-evaluation-harness. If a text is too long for the model, its beginning is
+    cut off.
 
     Args:
         vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
-        batch_size: the number of texts per forward pass. It affects results only by float rounding.
+        batch_size: the number of texts per forward pass.
     """
 
     def __init__(self, generator: Generator, vocab_size: int, *, batch_size: int = 8) -> None:
@@ -59,6 +55,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text, without the end token of some tokenizers, because the model is to continue it."""
+        # BOS comes first if transformers puts it there, as with the harness's own add_bos_token=True.
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 
@@ -123,9 +120,8 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of each whole text. A long text is scored in windows, so that every
-        token is scored once, after as much context as fits into the model.
-        """
+        """Return the log probability of each whole text. A text that is too long for the model is scored in
+        windows, each token once."""
         parts, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text, add_special_tokens=False)

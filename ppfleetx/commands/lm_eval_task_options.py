@@ -10,11 +10,11 @@ from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Translate the generation options of a task of lm-evaluation-harness. Returns keys and values of our
-    section ``Generation``, and a list of stop strings.
+    """Translate the generation options of a task of lm-evaluation-harness. Returns options of our section
+    ``Generation``, and a list of stop strings.
 
     Args:
-        asked: the task's options for ``generate_until``, by the harness's names.
+        asked: the task's options for ``generate_until``.
         max_new_tokens: the limit on new tokens if the task sets none.
 
     Raises:

@@ -18,8 +18,7 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory. An
-    incomplete last line is ignored: the run is writing it, or was killed while writing it.
+    """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory.
 
     Raises:
         DataError: there is no such file, a line is not a record, or there is no training step.
@@ -36,6 +35,7 @@ def read_records(path: Path) -> list[Record]:
         if record is None:
             raise DataError(f"{path}:{number} is not a record of a run's metrics")
         records.append(record)
+    # The last line is incomplete if the run is writing it, or was killed while writing it.
     last = _record(rest)
     records += [] if last is None else [last]
     if not any(record["kind"] == "train" for record in records):
@@ -70,8 +70,8 @@ def set_name(record: Record) -> str:
 
 
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """Return the curves of a run by name (:func:`set_name`), one for training and one for each evaluation
-    set. A curve is (steps, values), with the values under ``key`` in the records, such as ``loss``."""
+    """Return the curves of a run by name, one for training and one for each evaluation set. A curve is
+    (steps, values). ``key`` names the values, such as ``loss``."""
     series: Series = {}
     for record in records:
         if record["kind"] in ("train", "eval") and key in record:

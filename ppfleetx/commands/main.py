@@ -1,8 +1,6 @@
-"""The command ``ppfleetx VERB ...`` (also ``python -m ppfleetx VERB ...``), and what the scripts in
-``tools/`` call.
+"""The command ``ppfleetx VERB ...``, which the scripts in ``tools/`` also call.
 
-Only the modules of the verb in use are imported, so that the command starts at once. To add a verb, write a
-:class:`~ppfleetx.commands.options.Command` and add it to :data:`GROUPS`.
+To add a verb, write a :class:`~ppfleetx.commands.options.Command` and add it to :data:`GROUPS`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Verb:
 
     Attributes:
         name: the word after ``ppfleetx``.
-        place: where its class is, as a module of ``ppfleetx.commands`` and a name: ``train_verbs:Train``.
+        place: module and name of its class, such as ``train_verbs:Train``.
         help: the description in the list of verbs.
     """
 
@@ -137,8 +135,7 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
 
     Args:
         arguments: the arguments after the verb; None: the arguments of this process.
-        program: the program's name to show in messages, before the verb; None: show only the name of the
-            script that runs.
+        program: the program's name in messages; None: the name of the script that runs.
 
     Raises:
         UserError: a mistake of the user.

@@ -98,9 +98,8 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
-    """Run ``train_full_8p.sh`` or ``train_performance_8p.sh``: start eight ranks, wait for them, print a
-    table of results, and return the launcher's exit code. The log is ``test/output/0/train_0.log``. An
-    earlier run or its logs in the same place are renamed first."""
+    """Run ``train_full_8p.sh`` or ``train_performance_8p.sh``: train on eight ranks, and print a table of
+    results. Returns the launcher's exit code."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
@@ -145,8 +144,8 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 def results_table(size: str, cfg: RunConfig, output: Path) -> str:
-    """Return a Markdown table of a finished run: parameters, perplexity (the lowest of all evaluations after
-    step 0), samples per second (mean of the last hundred records), sequence length and steps."""
+    """Return a Markdown table of a finished run: parameters, perplexity, samples per second, sequence length
+    and steps."""
     records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]
     ppls = [one["ppl"] for one in records if one["kind"] == "eval" and one["step"] > 0 and one["ppl"]]

@@ -153,11 +153,10 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert a GPT-2 checkpoint of Hugging Face to our format. A ``config.json`` and tokenizer files beside
-    it are used too. Returns the directory of the new checkpoint.
+    """Convert a GPT-2 checkpoint of Hugging Face to our format. Returns the directory of the new checkpoint.
 
     Args:
-        torch_path: a file ``pytorch_model.bin`` or ``model.safetensors``, which may have another name.
+        torch_path: a file in the format of ``pytorch_model.bin`` or ``model.safetensors``.
         layers: the number of layers that the file must have.
         num_heads: the number of attention heads, if there is no ``config.json``; None: heads have width 64.
     """

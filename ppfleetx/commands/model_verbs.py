@@ -1,8 +1,4 @@
-"""The verbs that use a trained model. The model is a checkpoint that contains its configuration, or the
-checkpoint that the configuration ``-c FILE`` names.
-
-``--help`` imports only this file: each verb imports its implementation when it runs.
-"""
+"""The verbs that use a trained model. Each verb imports its implementation only when it runs."""
 
 from __future__ import annotations
 
@@ -69,8 +65,7 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[Job]:
-    """Context manager that yields the configuration for the model in ``checkpoint``, as a :class:`Job`. A
-    model in another format is converted to temporary files, which are removed at the end.
+    """Context manager that yields the configuration for the model in ``checkpoint``, as a :class:`Job`.
 
     Args:
         checkpoint: the model; None: the configuration names it.

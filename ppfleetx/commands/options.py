@@ -27,8 +27,7 @@ class Command:
         examples: example commands, shown at the end of ``--help``.
         intermixed: whether options may stand between positional arguments.
         program: the function that implements the verb, as ``module:function`` within ``ppfleetx.commands``.
-            It is called with the options. Its module is imported only when the verb runs, so that ``--help``
-            needs neither Paddle nor NumPy.
+            It is imported only when the verb runs, and is called with the options.
     """
 
     examples: ClassVar[str] = ""
@@ -99,7 +98,7 @@ def option(
     tuple takes several words.
 
     Args:
-        help: the text in ``--help``, or a function that returns it when the parser is built.
+        help: the text in ``--help``, or a function that returns it.
         flags: names to use instead of the field's name, such as ``-c`` and ``--config``.
         default: the default value; ``MISSING`` if the option is required.
         key: the configuration key that the option sets, if there is one.

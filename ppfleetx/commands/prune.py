@@ -46,11 +46,11 @@ REPORT_FILE = "pruning.json"
 
 @dataclass(frozen=True)
 class _Pruned:
-    """A model from which parts were removed, and facts about the removal.
+    """A pruned model.
 
     Attributes:
         tensors: the remaining parameters, by their names in checkpoints.
-        layers: for each layer, what was kept or removed, for the report.
+        layers: for each layer, what was kept or removed.
         sizes: rows of the printed table: (name, size before, size after).
     """
 

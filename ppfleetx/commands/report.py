@@ -132,8 +132,8 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the report and its pictures into ``output``, replacing an earlier report, and return the paths of
-    both pages. ``price`` is that of a device-hour; None: give the cost in device-hours."""
+    """Write the report and its pictures into ``output``, and return the paths of both pages. ``price`` is
+    that of a device-hour; None: give the cost in device-hours."""
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
     sections = [
@@ -216,14 +216,14 @@ def _evaluations(run: RunFiles) -> list[Section]:
 
 
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
-    """Return the number of predicted tokens per byte of text in ``Data.Eval``. The loss times this, divided
-    by log 2, is bits per byte. Special tokens count as predicted tokens, but not as text."""
+    """Return the number of predicted tokens per byte of text in ``Data.Eval``."""
     tokens = num_bytes = 0
     for step in build_dataloader(cfg, "Eval"):
         for batch in step:
             for labels, mask in zip(batch["labels"], batch["loss_mask"], strict=True):
                 predicted = labels[mask > 0]
                 tokens += len(predicted)
+                # Special tokens are predicted, but they are not text.
                 num_bytes += len(tokenizer.decode(predicted, skip_special_tokens=True).encode())
     return tokens / max(1, num_bytes)
 

@@ -1,12 +1,7 @@
 """Find a model of any format, and turn it into a configuration and a checkpoint that commands can load.
 
-Our own checkpoints contain their configuration. A model of Hugging Face (`hf:NAME` is downloaded first) or a
-GGUF file is converted into a temporary directory. A FleetX checkpoint is read directly, with a shipped
-configuration of the same sizes.
-
-The processes of a job on one machine share the temporary directory: the first one fills it, the last one
-removes it. Each holds a file lock, exclusive to fill or remove the directory, shared to use it. The kernel
-releases the lock of a killed process, and the next call removes directories that nobody uses.
+A model of Hugging Face or a GGUF file is converted into a temporary directory, which the processes of a job
+on one machine share. A FleetX checkpoint is read directly.
 """
 
 from __future__ import annotations
@@ -51,18 +46,20 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """Return a temporary directory made from ``source``, which all processes of this job share. Its path is
-    the same on all machines. Without a launcher, all processes that use the same source share it.
+    """Return a temporary directory made from ``source``, which all processes of this job on this machine
+    share.
 
     Args:
-        source: a directory or a file. If it has changed, another directory is made.
+        source: a directory or a file.
         environ: the environment variables, which identify the job.
-        fill: a function that creates the directory. One process of each machine calls it.
+        fill: a function that creates the directory. One process calls it.
         stack: the directory stays at least until this stack is closed.
 
     Raises:
         CheckpointError: other users could change the directory.
     """
+    # Each process holds a file lock: exclusive to fill or remove the directory, shared to use it. The kernel
+    # releases the lock of a killed process, and the next call removes directories that nobody uses.
     root = _temporary_root()
     place = root / _key(source, environ)
     for path in root.glob("*.lock"):
@@ -147,11 +144,11 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that has been found and can be loaded. If it had another format, it has been converted.
+    """A model that was found and, if necessary, converted.
 
     Attributes:
         name: the directory as the user gave it.
-        config: the checkpoint's own configuration; None if it was not requested.
+        config: the model's own configuration; None if it was not requested.
         checkpoint: the checkpoint's path, for ``Engine.save_load.ckpt_dir`` or ``init_from``.
         tokenizer: the directory of the tokenizer's files; None if there is none.
     """
@@ -168,11 +165,11 @@ class ResolvedModel:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """Return the overrides for a configuration that uses this checkpoint and its tokenizer, then
+        """Return the overrides for a configuration that uses this checkpoint and its tokenizer, followed by
         ``given``.
 
         Args:
-            given: the user's overrides. If they set a tokenizer, the checkpoint's is not used.
+            given: the user's overrides. If they set a tokenizer, it takes precedence.
             option: the command-line option that named the model, for messages.
             key: the configuration key to set to the checkpoint's path.
         """
@@ -185,13 +182,13 @@ class ResolvedModel:
 
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ResolvedModel:
-    """Find the model that the user names by ``place``. This may be the output directory of a run, one
-    checkpoint in it, a directory of Hugging Face or FleetX, a GGUF file, or ``hf:NAME``, which is downloaded
-    from the Hugging Face hub.
+    """Find the model that the user names, and convert it if necessary.
 
     Args:
+        place: a run, one checkpoint in it, a directory of Hugging Face or FleetX, a GGUF file, or ``hf:NAME``
+            for a model of the Hugging Face hub.
         stack: temporary files are removed when this stack is closed.
-        with_config: whether the model's configuration is needed. It is not if the user gives one.
+        with_config: whether the model's own configuration is needed.
 
     Raises:
         CheckpointError: there is no model, or its configuration is unknown.
@@ -236,9 +233,9 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Raise ConfigError if the configuration in a checkpoint has settings other than those of model and data.
-    A checkpoint from a stranger must not choose, for example, which files are overwritten.
-    """
+    """Raise ConfigError if the configuration in a checkpoint has settings other than those of model and
+    data."""
+    # A checkpoint from a stranger must not choose, for example, which files are overwritten.
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
@@ -274,9 +271,8 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """Read the configuration of a checkpoint that an earlier version of ppfleetx saved, from the manifest,
-    the JSON file that describes the checkpoint. Settings of the parallel plan and the machine are left out.
-    """
+    """Return the configuration of a checkpoint that an earlier version of ppfleetx saved, from its
+    manifest."""
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         raise CheckpointError(
@@ -310,8 +306,8 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
 
 
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
-    """Change a configuration so that every process holds the whole model in float32 (data parallelism only),
-    as export, inference, quantization and pruning need. Returns it, and notes for the user on the changes."""
+    """Change a configuration so that every process holds the whole model in float32. Returns the
+    configuration, and notes for the user on the changes."""
     notes = []
     plan = cfg.plan
     if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep * plan.ep > 1:

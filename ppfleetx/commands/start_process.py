@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
-    """Read the configuration ``path`` and refuse it if it cannot run. Only then import Paddle, choose the
-    device and connect the ranks. Returns the configuration, and this process's place in the job.
+    """Read a configuration, refuse it if it cannot run, choose the device and connect the ranks. Returns the
+    configuration, and this process's place in the job.
 
     Args:
         reads: the sections of ``Data`` that the program will read, such as ``Train``.
 
     Raises:
-        UserError: something is wrong, missing or not supported. No work has been done on a device.
+        UserError: something is wrong, missing or not supported.
     """
     return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
 
@@ -108,14 +108,12 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 
 
 def _will_be_loaded(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Return whether the weights that the configuration key ``key`` names will be loaded. A run that resumes
-    takes them from its own checkpoints, except the frozen weights of ``Model.lora.base``. Evaluation and
-    generation do not load ``Engine.save_load.init_from``, the weights that the run once started from.
-    """
+    """Return whether the program will load the weights that the configuration key ``key`` names."""
     if key == "Model.lora.base":
         return True
-    if not trains:
+    if not trains:  # Engine.save_load.init_from has the weights that the run once started from
         return key == CKPT_DIR
+    # A run that resumes loads the weights of its own checkpoint.
     goes_on = cfg.Engine.save_load.resume and newest_complete(output_dir_of(cfg)) is not None
     return not goes_on
 

@@ -252,8 +252,8 @@ examples:
 class Translate(Command):
     """Print a configuration or a command line of another toolkit as a configuration of this one.
 
-    A comment on each key of the result says which file, line and key of the other toolkit it came from. The
-    toolkit is recognized by its keys or options. docs/dialects/ has a page for each.
+    A comment on each key of the result names its source: file, line and key of the other toolkit. The toolkit
+    is recognized by its keys or options. docs/dialects/ has a page for each toolkit.
     """
 
     examples = """\
@@ -319,10 +319,8 @@ class Supervise(Command):
 class HangReport(Command):
     """Explain why a job hung, from the reports that its ranks wrote to OUTPUT_DIR/hang.
 
-    The first line is the job's last message: which rank is missing, and where. One line for each rank
-    follows. If an evaluation or a generation left reports in the same output directory, the newest reports
-    are used. The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its
-    threads.
+    The first line says which rank is missing, and where. One line for each rank follows. The files rank_*.txt
+    beside the reports have each rank's last collectives and the stacks of its threads.
     """
 
     examples = """\

@@ -119,7 +119,7 @@ def _go_back(
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
     """Load the run's last checkpoint after a loss spike. Returns the training batches after
-    ``consumed_samples``, so that the samples up to the spike are skipped; None if there is no checkpoint."""
+    ``consumed_samples``, or None if there is no checkpoint."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -127,6 +127,7 @@ def _go_back(
         return None
     engine.schedule = start.restore(engine.runner, engine.schedule, fingerprints, cfg)
     engine.state = start.state
+    # The samples up to the spike are skipped.
     engine.state.consumed_samples = consumed_samples
     with joint_errors(ctx):
         callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
@@ -233,9 +234,8 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 def build_runner(
     cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()
 ) -> StepRunner:
-    """Build the configured model with initial weights, and its runner under the plan of ``ctx``. ``train``
-    says whether it will be trained, not only evaluated. ``sources`` are the corpora whose losses are logged
-    separately."""
+    """Build the configured model with initial weights, and its runner. ``train`` says whether it will be
+    trained. ``sources`` are the corpora whose losses are logged separately."""
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks
     return runner

@@ -36,9 +36,8 @@ def translate(options: Translate) -> None:
 
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
-    """Translate ``words``: a configuration file of another toolkit and further arguments, or a whole command
-    line. ``dialect`` names the toolkit; if it is None, the toolkit is recognized by its keys or options.
-    """
+    """Translate a configuration file of another toolkit and further arguments, or a whole command line.
+    ``dialect`` names the toolkit; None: recognize it."""
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")
     first, *rest = words

@@ -89,12 +89,11 @@ def _check_mixture(model: ModelConfig) -> None:
 def upcycled(
     dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
 ) -> dict[str, LazyTensor]:
-    """Make the parameters of a mixture of experts from those of a dense model. Returns them by name, in the
-    order in which the mixture has them.
+    """Make the parameters of a mixture of experts from those of a dense model. Returns them by name.
 
     Args:
-        dense: all parameters of the dense model, by their names in checkpoints.
-        model: configuration of the mixture. The inner width of its experts is that of the dense model's MLP.
+        dense: the parameters of the dense model, by their names in checkpoints.
+        model: the configuration of the mixture.
         seed: the seed of the routers' initial values and of the noise.
         noise: standard deviation of the noise that is added to each matrix of an expert, relative to the
             standard deviation of the matrix.

@@ -1,15 +1,12 @@
 """Key tables: how ppfleetx translates each option of another toolkit, read from the toolkit's ``keys.yaml``.
-The documentation pages of the toolkits are generated from them.
 
-Each row has one option, or several separated by spaces, under ``key``, and one of these fields ("native"
-means of ppfleetx's configuration):
+Each row names one option, or several separated by spaces, under ``key``, and has one of these fields:
 
-- ``to``: the native keys that get the option's value. The value is unchanged, or looked up in ``choices``, or
-  converted by the function in `CONVERSIONS` that ``by`` names. ``default`` is the value if none of the row's
-  options is given.
-- ``joint``: the native keys that a Python rule computes from this option and others.
-- ``fixed``: why the option has no effect: ppfleetx always does the same. ``only`` lists the accepted values,
-  if others would ask for something else.
+- ``to``: the keys of ppfleetx that get the option's value. The value is unchanged, or looked up in
+  ``choices``, or converted by the function in `CONVERSIONS` that ``by`` names. ``default`` is the value if no
+  option of the row is given.
+- ``joint``: the keys of ppfleetx that a Python rule computes from this option and others.
+- ``fixed``: why the option has no effect. ``only`` lists the accepted values.
 - ``unused``: why the option has no meaning in ppfleetx.
 - ``refused``: why the option is an error.
 
@@ -49,10 +46,10 @@ class Key:
     Attributes:
         name: the dotted name, which may contain ``*`` and ``**``.
         kind: what becomes of the option: translated, without effect, without meaning, or refused.
-        to: the keys of ppfleetx that it sets, alone or together with other options.
-        convert: converts its value; None if it sets nothing, or if a rule in Python translates it.
+        to: the keys of ppfleetx that it sets.
+        convert: converts its value; None if the key table does not convert it.
         accepts: the values that an option without effect may have; None: any.
-        default: the value to use if the option is not given; None: no default.
+        default: the value to use if the option is not given.
         says: a note on the conversion, the reason, or what to do instead, without a final period.
     """
 
@@ -187,13 +184,14 @@ def flag(value: Any) -> bool:
 
 def _window(value: Any) -> dict[str, Any]:
     """Convert an attention window ``(left, right)``, the numbers of positions that a token sees before and
-    after it. The right one is ignored, because the model is causal; -1 on the left means no window."""
+    after it. -1 on the left means no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
     left = int(found[1])
     if left == 0:
         raise ValueError("a window of 0 lets each token attend only to itself")
+    # The right limit has no effect, because the model is causal.
     return {} if left < 0 else {"Model.attention_window": left}
 
 

@@ -30,9 +30,8 @@ class Dialect:
         name: the value of ``--dialect``, and the name of the package in ``ppfleetx/dialects``.
         title: the toolkit's name in messages.
         tables: the key tables of its options, by their heading in ``docs/dialects/{name}.md``.
-        of_file: a function that translates a file, given its path and further command-line arguments.
-        of_arguments: a function that translates a command line without the program's name; None if only files
-            are supported.
+        of_file: translates a file, given its path and further command-line arguments.
+        of_arguments: translates a command line without the program's name; None if only files are supported.
         programs: file names of the toolkit's programs, to recognize a command line.
         keys_of_files: top-level keys of its files, to recognize a file.
         options: names of its options (lower case, with underscores), to recognize a command line.
@@ -78,9 +77,7 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """Find the dialect of a command line. Returns it, and the arguments for its ``of_arguments``: what
-    follows the program's name. If a launcher with options comes first, they are the whole command line,
-    because the launcher's options give the number of processes."""
+    """Find the dialect of a command line. Returns the dialect, and the arguments for its ``of_arguments``."""
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]
     at = next((at for at, text in enumerate(argv) if any(_runs(one, text) for one in known)), None)
@@ -94,6 +91,7 @@ def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
         )
     if at is None:
         at = next((at for at, text in enumerate(argv) if text.startswith("--")), len(argv)) - 1
+    # The options of a launcher give the number of processes, so they are translated, too.
     launched = any(text.startswith("-") for text in argv[: max(at, 0)])
     return best, list(argv if launched else argv[at + 1 :])
 

@@ -1,7 +1,6 @@
 """Translate the options of another toolkit to ppfleetx's configuration, with a key table and rules.
 
-Each translated value records the user's values that it came from. So a ConfigError can name the option, its
-value and its place as the user wrote them. All functions of the dialects raise such errors.
+Each ConfigError of the dialects names the option, its value and its place as the user wrote them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Native:
 
     Attributes:
         value: the plain Python value.
-        origins: the user's values that it was derived from; empty if the user gave none of these options.
+        origins: the user's values that it was derived from.
         why: an explanation for the comment in the YAML output.
     """
 
@@ -49,12 +48,10 @@ class Native:
 
 @dataclass
 class Translation:
-    """The result of a translation: the user's values, and the values of ppfleetx's configuration derived from
-    them.
+    """A configuration of another toolkit, translated to ppfleetx's configuration.
 
-    Rules read the user's values with :meth:`integer`, :meth:`flag`, :meth:`text` and similar methods. These
-    return a default if an option is missing or has no value, and raise ConfigError, with option, value and
-    place, if the value has the wrong type.
+    Methods such as :meth:`integer` and :meth:`flag` read one option. They return a default if it is missing
+    or has no value, and raise ConfigError if its value has the wrong type.
 
     Attributes:
         dialect: the toolkit's name, such as "MindFormers".
@@ -62,7 +59,7 @@ class Translation:
         native: the values of ppfleetx's configuration, by dotted key.
         fixed: options that the user gave but that have no effect, because ppfleetx always does the same.
         unused: options that the user gave but that have no meaning in ppfleetx.
-        notes: messages about deliberate differences from a run of the toolkit, which are logged.
+        notes: messages to log about deliberate differences from a run of the toolkit.
         given: all the user's values, by the option's name in the key table.
     """
 
@@ -79,15 +76,13 @@ class Translation:
         already has another value.
 
         Args:
-            sources: what the value was derived from: values of the user, or names of options. Options that
-                the user did not give are ignored; if none was given, the value counts as the toolkit's
-                default.
+            sources: the user's values, or names of options, that the value was derived from.
             why: an explanation for the comment in the YAML output.
         """
         if value is None:
             return
         new, known = Native(value, self._given(sources), why), self.native.get(key)
-        if sources and not new.origins:
+        if sources and not new.origins:  # the user gave none of these options
             new = replace(new, why=why or DEFAULT)
         if known is not None:
             if known.value != value:
@@ -257,9 +252,8 @@ Rule = Callable[[Translation], None]
 def translate(
     dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
-    """Translate the user's options to ppfleetx's configuration: first one by one with ``table``; then
-    ``rules``, in order, translate those that depend on each other. The last value of a repeated option
-    counts. Raises ConfigError for unknown and unsupported options."""
+    """Translate the user's options to ppfleetx's configuration: first each one with ``table``, then those
+    that depend on each other with ``rules``. Raises ConfigError for unknown and unsupported options."""
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
     unknown: list[Given] = []

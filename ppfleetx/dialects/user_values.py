@@ -17,11 +17,10 @@ class Given:
     """One value as the user gave it to another toolkit.
 
     Attributes:
-        key: the dotted name as the user wrote it (``parallel_config.data_parallel``, ``--num-layers``). In a
-            list of mappings it contains the index of the item: ``callbacks.0.type``.
+        key: the dotted name as the user wrote it, such as ``--num-layers`` or ``callbacks.0.type``.
         value: the plain Python value; None if the key has no value.
         place: where it was written: ``file:line`` or ``argument 3``.
-        text: the value as the user wrote it, for plain scalars.
+        text: the value as the user wrote it; None if it is not a plain scalar.
     """
 
     key: str
@@ -35,9 +34,8 @@ class Given:
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
-    """Yield all values in a configuration tree in file order, with ``prefix`` before their dotted keys.
-    Mappings and lists of mappings are flattened; any other list is one value. An empty mapping becomes None.
-    """
+    """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
+    before each key."""
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
         if isinstance(node.value, dict) and node.value:
@@ -55,8 +53,7 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
 
 def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
     """Yield all values in a YAML or JSON file with their dotted keys. ``prefix`` is put before each key.
-    ``named`` is the user's value that gives the path of the file, for error messages.
-    """
+    ``named`` is the option that gave the path, for error messages."""
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
     # JSON may be indented with tabs, which YAML forbids. JSON strings cannot contain raw tabs.
     text = read_text(path, **entry).replace("\t", " ")
@@ -78,8 +75,7 @@ def given_arguments(
 
     Args:
         argv: the arguments, without the program's name.
-        flags: names of options without a value; they become True. All names are in the form of
-            :func:`normal_name`.
+        flags: names of flags, in the form of :func:`normal_name`. A flag becomes True.
         many: names of options that take all words up to the next option, as a list.
         known: names of all options, if known. Any other option without a value then counts as a flag.
         first: the number of ``argv[0]`` on the whole command line, for error messages.
@@ -123,9 +119,8 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split a list of corpora into names and weights: ``0.3 a 0.7 b`` gives ``["a", "b"]`` and ``[0.3,
-    0.7]``. If there is not a number before each name, the weights are None.
-    """
+    """Split a list of corpora into names and weights: ``0.3 a 0.7 b`` gives ``["a", "b"]`` and
+    ``[0.3, 0.7]``. The weights are None if the list has only names."""
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
@@ -145,9 +140,9 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Strip a launcher such as ``torchrun``: everything up to the first ``*.py``, which is the program.
-    Returns the number of processes that the launcher starts (None if unknown), the program's arguments, and
-    the position of the first argument on the command line."""
+    """Strip a launcher such as ``torchrun`` from a command line. Returns the number of processes that it
+    starts (None if unknown), the program's arguments, and the position of the first argument on the command
+    line."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:

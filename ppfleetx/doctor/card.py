@@ -1,8 +1,5 @@
 """Checks of ``ppfleetx doctor`` on a card (GPU, XPU or a plugin's device): its driver, its data types, and
-small computations whose results must agree with those of the CPU.
-
-The computations take the device as an argument, so that tests can run them on a CPU.
-"""
+small computations, whose results must agree with those of the CPU."""
 
 from __future__ import annotations
 
@@ -131,8 +128,8 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Run the operators of a training step forward and backward on the card, in each configured data type,
-    and compare the results with those of the CPU. Fused kernels are compared with plain operators."""
+    """Run the operators of a training step on the card in each configured data type, and compare the results
+    with those of the CPU."""
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)

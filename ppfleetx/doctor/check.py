@@ -31,16 +31,14 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the doctor's report: what a check has found. If the status of any row is ``fail``, the
-    command ends with exit code 1.
+    """One row of the doctor's report: what a check has found.
 
     Attributes:
         name: what was checked.
         found: the finding.
         fix: what the user can do about it; never empty if the status is ``fail``.
         group: the heading under which the report shows the row.
-        ranks: the ranks with this finding; empty if all ranks that ran the check have it, and for findings
-            about the whole job.
+        ranks: the ranks with this finding; empty if it is the same for all ranks.
         numbers: measurements by name. The name includes the unit.
     """
 
@@ -97,9 +95,8 @@ class Target:
 
     Attributes:
         cfg: the configuration; None: examine only the machine.
-        patience: time limit in seconds for a check that waits for a file system, a name server or a driver. A
-            check with a shorter limit of its own keeps that.
-        found: rows to put into the report that were found before any check ran.
+        patience: the longest time that a check may wait, in seconds, for example for a file system.
+        found: rows that were found before any check ran.
     """
 
     cfg: RunConfig | None = None
@@ -129,9 +126,8 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread and return its result, or raise what it raises. After ``seconds``, raises
-    TimeoutError and leaves the thread behind, because ``act`` may wait forever, for example for a broken
-    disk."""
+    """Call ``act`` in a thread and return its result, or raise its error. After ``seconds``, raises
+    TimeoutError and leaves the thread behind."""
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -174,9 +170,8 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the rows of all ranks into one list, sorted by heading. Rows with the same finding become one,
-    which lists the ranks that have it, or no ranks if all have it. If the finding is ok or skipped, ranks
-    that did not run the check do not count."""
+    """Merge the rows of all ranks into one list, sorted by heading. Equal rows become one, which lists the
+    ranks that have it, or no ranks if all ranks have it."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -189,6 +184,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
         looked.setdefault(key[:2], set()).update(those)
     rows = []
     for key, row in first.items():
+        # If all is well, ranks that did not run the check do not count.
         well = row.status in (Status.OK, Status.SKIPPED)
         everyone = looked[key[:2]] if well else set(range(len(rows_of_ranks)))
         rows.append(replace(row, ranks=() if everyone == set(ranks[key]) else tuple(ranks[key])))

@@ -134,8 +134,7 @@ def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
     """Test every collective in every process group of this process, with messages of ``sizes`` bytes. All
-    processes of the job must call this. ``announce`` is called with a description of each test before it
-    starts."""
+    processes of the job must call this. ``announce`` gets the name of each test before it starts."""
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:
@@ -144,9 +143,8 @@ def examine_groups(
 
 
 def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
-    """Test one collective in one process group: whether its result is right in every data type, and its speed
-    in float32 for each message size. After a wrong result the test goes on, because the other members would
-    wait."""
+    """Test one collective in one process group: its result in every data type, and its speed in float32 for
+    each message size."""
     run, expect = OPERATIONS[name]
     title, speeds, problems, numbers = f"{name} ({member.title})", [], [], {}
     for dtype, size in (*((dtype, sizes[0]) for dtype in _TYPES), *(("float32", size) for size in sizes)):
@@ -155,6 +153,7 @@ def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
         inputs = [(np.arange(count) + number) % 3 for number in range(member.size)]
         mine = paddle.to_tensor(inputs[member.place]).astype(dtype)
         problem = _problem(run(member, mine), expect(member, inputs), dtype)
+        # After a wrong result, the test goes on, because the other members would wait.
         problems += [f"{dtype}, {bytes_text(size)}: {problem}"] if problem else []
         if dtype == "float32":
             speed = size / _seconds(lambda mine=mine: run(member, mine))

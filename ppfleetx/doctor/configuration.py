@@ -80,8 +80,8 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Return the row that says whether the ``needed`` bytes of the fullest device fit into the ``there``
-    bytes that the device ``name`` has. On a CPU, too little memory is only a warning."""
+    """Return the row that says whether the ``needed`` bytes fit into the ``there`` bytes of the device
+    ``name``."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)

@@ -305,9 +305,9 @@ def one_checkpoint(cfg: RunConfig) -> float | None:
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """Return the largest number of the run's checkpoints on disk at a time. It is up to ``keep_max`` + 1,
-    because the oldest is deleted only after a new one is written."""
+    """Return the largest number of the run's checkpoints on disk at a time."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)
+    # The oldest checkpoint is deleted only after a new one is written.
     return written if options.keep_max is None else min(written, options.keep_max + 1)

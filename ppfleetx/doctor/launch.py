@@ -1,9 +1,5 @@
-"""``ppfleetx doctor`` for a job of several processes: check what the launcher needs, check the network
-between the machines, then launch the ranks, which run all other checks.
-
-The launcher runs as a separate process. So whatever launcher and ranks print, this process prints only the
-report, and it does so even if they crash.
-"""
+"""``ppfleetx doctor`` for a job of several processes: check the launcher's needs and the network, then launch
+the ranks, which run all other checks."""
 
 from __future__ import annotations
 
@@ -110,8 +106,8 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine a job: check what the launcher needs and the network between machines, then launch this
-    machine's ranks. Returns the rows of the report and the number of ranks.
+    """Examine a job: check the launcher's needs and the network, then launch this machine's ranks. Returns
+    the rows of the report and the number of ranks.
 
     Args:
         command: the command that launches the ranks.
@@ -146,9 +142,8 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run ``command``, which launches this machine's ranks. Returns the report rows that the ranks have
-    written, and the number of ranks in the job. Without such rows, it returns rows that describe what failed,
-    and the number 1."""
+    """Run ``command``, which launches this machine's ranks. Returns the rows of the report, and the number of
+    ranks in the job, or 1 if no rank has written a report."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
@@ -156,6 +151,7 @@ def launched_rows(
         environ.setdefault(
             START_VARIABLE, f"{seconds + _END_SECONDS:g}"
         )  # later than the ranks' own limit, so that the ranks report missing ranks first
+        # Launcher and ranks print to this log, and the report is printed even if they crash.
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
@@ -173,7 +169,7 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
     """Yield rows if no rank left results: which ranks crashed, with the ends of their logs, and what is wrong
-    according to the checks that need neither Paddle nor a configuration."""
+    with this machine."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"
@@ -194,13 +190,13 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """Run the launcher until it and the ranks have ended, and return its exit code. Ranks that hang are
-    stopped after ``seconds``, or some time after the first report of a rank. This time is shorter after the
-    report of the machine's first rank, which runs the most checks."""
+    stopped after at most ``seconds``."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
     try:
         while (code := process.poll()) is None and (now := time.monotonic()) < deadline:
             if not is_near and (reports := sorted(place.glob(_REPORT))):
+                # The machine's first rank runs the most checks, so the others get less time after its report.
                 is_near = reports[0].name == _report_of(0)
                 deadline = min(deadline, now + (_END_SECONDS if is_near else _ALONE_SECONDS))
             time.sleep(_LOOK_SECONDS)

@@ -1,10 +1,5 @@
-"""Checks of ``ppfleetx doctor`` on the network: the machine's interfaces, and whether all machines of a job
-can connect to each other.
-
-They run before any rank is launched. The user starts the same command on all machines. The machine that
-``--master`` names listens, and the others connect to it. Then each machine connects to a port of every other
-machine, as NCCL and Gloo will.
-"""
+"""Checks of ``ppfleetx doctor`` on the network: the machine's interfaces, and the connections between all
+machines of a job."""
 
 from __future__ import annotations
 
@@ -81,12 +76,9 @@ def _named_row(
 
 
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to NCCL's
-    documentation.
-
-    The value is a comma-separated list of prefixes. A leading ``=`` makes them whole names, and a leading
-    ``^`` excludes the interfaces that match.
-    """
+    """Return the interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, a comma-separated list
+    of prefixes."""
+    # A leading ^ excludes interfaces, and a leading = makes the prefixes whole names.
     excludes, text = value.startswith("^"), value.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
     names = [name for name in text.split(",") if name]
@@ -170,8 +162,8 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Meet the other machines of the job at ``master``, and check that every machine can connect to every
-    other one. Yields the rows of the report; all machines must run this."""
+    """Check that the machines of the job can meet at ``master``, and that each can connect to every other
+    one. Yields the rows of the report. All machines must run this."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         yield fail(
@@ -220,9 +212,8 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return a failure if Paddle's launcher would announce ``own``, but other machines cannot reach this one
-    at that address. Returns None if they can. ``host`` and ``master`` are name and address of the machine in
-    ``--master``; ``is_first`` says whether it is this machine."""
+    """Return a failure if other machines cannot reach this one at ``own``, the address that Paddle's launcher
+    would announce. ``host`` and ``master`` are name and address of the first machine."""
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

@@ -25,13 +25,12 @@ _SHOWN = 8
 
 
 def registered(target: Target) -> Iterator[Row]:
-    """Check that Paddle's kernel registry contains every kernel that ppfleetx uses
-    (:mod:`ppfleetx.utils.gpu_operators`). CPU kernels are always looked up; GPU kernels if Paddle is built
-    for GPUs, even without a GPU; kernels for another kind of card if the run uses one."""
+    """Check that Paddle has every kernel that ppfleetx uses (:mod:`ppfleetx.utils.gpu_operators`)."""
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")
     yield kernels_row("CPU", registry, used_on_cpu(used_kernels()), _CPU_BACKENDS)
+    # True for a build for GPUs, even on a machine without a GPU.
     if is_built_for_gpus():
         yield kernels_row("GPU", registry, used_by(target, used_kernels()), GPU_BACKENDS)
     elif is_card(target.device):
@@ -39,8 +38,7 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Return the row of the report about the kernels of a card that is not a GPU. A missing kernel is only a
-    warning if the CPU has it, because the host then runs that operator."""
+    """Return the row of the report about the kernels of a card that is not a GPU."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]

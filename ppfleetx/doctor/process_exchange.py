@@ -1,9 +1,7 @@
-"""Exchange of values between the processes that the doctor examines, over plain sockets, so that it works
-where a communication library would hang.
+"""Exchange of values between the processes that the doctor examines, over plain sockets.
 
-The first process is the *host*; the others, the *guests*, are connected to it. Before each activity, a
-process announces it. Every wait has a time limit, and its error names the process that did not answer and
-what that process last announced.
+The first process is the *host*; the others, the *guests*, are connected to it. Every wait has a time limit,
+and its error names the process that did not answer.
 """
 
 from __future__ import annotations
@@ -41,8 +39,9 @@ def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
     """Connect this process, called ``name``, to the others of a job of ``size`` processes. The host listens
-    at ``point``, and the guests connect to it. Guests without a ``number`` are numbered as they arrive.
-    Raises RendezvousError if a process does not arrive within ``seconds``, or the address cannot be used."""
+    at ``point``. Raises RendezvousError if a process does not arrive within ``seconds``, or the address
+    cannot be used."""
+    # Guests without a number are numbered as they arrive.
     member = Member(name, number)
     if is_host:
         return Host(receive(point, size, member, seconds))
@@ -56,7 +55,7 @@ class _Seen:
     Attributes:
         place: the activity that the guest last announced.
         problem: why it no longer takes part; "" if it does.
-        moved: when it last sent something, in seconds of the monotonic clock.
+        moved: when it last sent something, in seconds.
     """
 
     line: Line
@@ -78,9 +77,8 @@ class Host:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Contribute ``value``, and return what every process contributed, by number. Like a collective: all
-        processes must call this, in the same order. If no process sends anything for ``seconds``, not even an
-        announcement, the missing values are given up.
+        """Contribute ``value``, and return what every process contributed, by number. All processes must call
+        this, in the same order. The wait ends if no process sends anything for ``seconds``.
 
         Raises:
             RendezvousError: in a guest, if the host is gone.

@@ -1,6 +1,5 @@
 """Check of ``ppfleetx doctor`` that all processes of a job agree on *facts*: versions, source code,
-configuration, data, checkpoints and environment variables. They first compare hashes of the facts, then
-exchange the values of those that differ."""
+configuration, data, checkpoints and environment variables."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Fact:
         name: name of its row in the report.
         read: returns the values in this process, by name.
         fix: what to do if the values differ.
-        of_node: whether it is the same in all processes of a machine, so that only the first one reads it.
+        of_node: whether only the first process of each machine reads it.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Fact:
 
     def of(self, target: Target) -> Values | None:
         """Return the values of this fact in this process, or None if the first process of this machine reads
-        them for all. If reading takes too long, the result says only that they are unread."""
+        it."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -116,8 +115,8 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Return a hash of each of :data:`FACTS`, by name; None for facts that the first process of this machine
-    reads for all. ``announce`` is called with each name before it is read."""
+    """Return a hash of each of :data:`FACTS`, by name, or None for facts that another process of this machine
+    reads. ``announce`` is called with the name of each fact first."""
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)
@@ -139,8 +138,8 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """Return this process's values of the facts ``names``. The value is None for facts that the first process
-    of this machine reads for all. ``announce`` is called with each name before it is read."""
+    """Return the values of the facts ``names``, or None for facts that another process of this machine reads.
+    ``announce`` is called with the name of each fact first."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:

@@ -1,8 +1,7 @@
-"""The table of all checks of ``ppfleetx doctor``, in the order in which they run. To add a check, write a
-function and add a line to the table.
+"""The table of all checks of ``ppfleetx doctor``, in the order in which they run.
 
-A check takes a :class:`~ppfleetx.doctor.check.Target` and yields :class:`~ppfleetx.doctor.check.Row` objects.
-Its module is imported only when it runs, so the table can be read without Paddle.
+A check is a function that takes a :class:`~ppfleetx.doctor.check.Target` and yields
+:class:`~ppfleetx.doctor.check.Row` objects. Its module is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class Check:
         title: the name of the row that the report shows if the check itself cannot run.
         need: what must be there for the check to run.
         each: which processes of the job run the check.
-        seconds: time limit; it can be lowered by ``Target.patience``. None: no limit, for a check that only
-            computes and so always ends.
+        seconds: time limit; None: no limit, for a check that only computes.
     """
 
     group: str
@@ -93,8 +91,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """Run a check within its time limit, and return its rows of the report with their heading. If the check
-    cannot run, takes too long or raises an error, a row says so."""
+    """Run a check within its time limit, and return its rows of the report. If the check itself fails, a row
+    says so."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]

@@ -1,9 +1,5 @@
 """Run the checks of ``ppfleetx doctor`` in one process, and combine its rows with those of the other
-processes of the job.
-
-The processes first connect over plain sockets. They create fleet's process groups only if no check has found
-anything that could make these hang.
-"""
+processes of the job."""
 
 from __future__ import annotations
 
@@ -50,9 +46,8 @@ def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine a job of several processes. All processes must call this, and all get the same rows. They wait
-    at most ``seconds`` for each other. If a collective hangs, ``finish`` is called with the rows, and the
-    process exits."""
+    """Examine a job of several processes. All processes must call this, and all get the same rows. If a
+    collective takes more than ``seconds``, ``finish`` is called with the rows, and the process exits."""
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
     try:
@@ -81,8 +76,8 @@ class Job:
 
     Attributes:
         meeting: the connection to the other processes.
-        rows: the rows of the report that each rank has contributed, by rank.
-        of_job: the rows of the report about the job as a whole.
+        rows: rows of the report, by the rank that contributed them.
+        of_job: rows about the job as a whole.
     """
 
     target: Target
@@ -180,8 +175,8 @@ class Job:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Create fleet's process groups and test every collective in each of them. If an earlier check found
-        a fault that could make a collective hang, the test is skipped, and the report says so."""
+        """Create fleet's process groups and test every collective in each of them. This is skipped if an
+        earlier check found a fault that could make a collective hang."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))
@@ -234,7 +229,7 @@ class Job:
 
 class Guard:
     """A time limit for each of several steps. If a step takes longer than ``seconds``, ``give_up`` is called
-    with its description, in a thread. :meth:`begin` ends the last step and starts the next."""
+    with its description, in a thread."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False

@@ -1,9 +1,5 @@
 """Check of ``ppfleetx doctor``: train a tiny GPT and a tiny Llama for a few steps, and compare the losses
-with the expected ones in ``losses.json``.
-
-The expected losses were computed on a CPU in float64 (``tests/goldens/make_doctor_losses.py``), so they do
-not depend on the machine. In float32, nearly all digits agree.
-"""
+with the expected ones in ``losses.json``."""
 
 from __future__ import annotations
 
@@ -34,8 +30,8 @@ TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 
 
 def losses(target: Target) -> Iterator[Row]:
-    """Train a tiny GPT and a tiny Llama in float32 and compare their losses with the expected ones. On a
-    card, also with recomputation, and in float16 and bfloat16 at the AMP levels O1 and O2."""
+    """Train a tiny GPT and a tiny Llama and compare their losses with the expected ones. On a card, this is
+    repeated with recomputation and in 16-bit types."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
     device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]

@@ -40,8 +40,7 @@ def logs_rule(log: str, *, interval: int) -> Rule:
 
 def batches(run: Translation) -> None:
     """Translate ``train_samples``, the length of the run in samples, to steps. Add a note if Megatron would
-    average the loss of a step differently. The key table translates the batch sizes.
-    """
+    average the loss of a step differently."""
     if not run.flag("calculate_per_token_loss", False):
         run.notes.append(
             "a step's loss is the mean over all its tokens; without --calculate-per-token-loss Megatron "

@@ -70,11 +70,10 @@ FLAGS = KeyTable(
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line of ``run_mindformer.py``: the configuration after all flags and ``--options`` were
-    applied.
+    """A command line of ``run_mindformer.py``.
 
     Attributes:
-        tree: the configuration.
+        tree: the configuration, with all flags and ``--options`` applied.
         path: the file that ``--config`` names.
         checks: whether ``--check`` was given, which prints a report and runs nothing.
         unused: flags that were given but have no meaning in ppfleetx.
@@ -134,10 +133,8 @@ def usage() -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """Read a configuration file, merged over the files in its ``base_config``, as MindFormers v0.3 does. A
-    top-level block of a base file replaces the same block of earlier base files entirely. The file itself is
-    merged over the result key by key. ``chain`` has the real paths of the files being read, to detect cycles.
-    ``entry`` is the ``base_config`` entry that named the file, for errors."""
+    """Read a configuration file, merged over the files in its ``base_config`` as in MindFormers v0.3.
+    ``chain`` has the paths of the files being read. ``entry`` tells where the file was named, for errors."""
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
         raise ConfigError("the base files include each other", **entry)
@@ -147,6 +144,7 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
     for item in file_names(bases, "base_config"):
         about = {"key": "base_config", "value": item.value, "place": item.place}
         base = read_with_bases(path.parent / item.value, (*chain, here), **about)
+        # A top-level block of a base file replaces the same block of earlier base files entirely.
         below.value.update(base.value)
     return merge(below, tree)
 
