@@ -36,8 +36,7 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
     """Export the model of ``generator`` to ``Engine.save_load.output_dir``/rank_0, and return this directory.
-    An earlier export there is replaced atomically. Raises UserError if the directory cannot be written, or
-    the checkpoint or the tokenizer does not fit the model."""
+    Raises UserError if it cannot be written, or if the checkpoint or the tokenizer does not fit the model."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))
@@ -73,8 +72,7 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError for a LongRoPE model whose maximum length is above its switch length. Above it, other
-    rotary angles apply, and cached keys must be recomputed, which an exported program cannot do."""
+    """Raise ConfigError for a LongRoPE model whose maximum length is above its switch length."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(

@@ -3,16 +3,14 @@
 ::
 
     rank_0/
-      export.json        the manifest: describes the program, lists size and SHA-256 of every other file, and
-                         contains its own checksum
-      model.json         the program
-      model.pdiparams    its weights
-      model_cpu_ops_16.json
-                         the same program with our C++ operators (ppfleetx/nn/cpu_ops), which use matrices in
-                         panels of 16 columns. Written only if the exporting machine had compiled the
-                         operators. For a quantized model, the file is model_blocks_16.json, or
-                         model_quantized_ops_16.json if the fused operator does not support its blocks
-      tokenizer/         files that ppfleetx and Hugging Face transformers can load
+      export.json             the manifest: describes the program, and lists size and SHA-256 of the files
+      model.json              the program
+      model.pdiparams         its weights
+      model_cpu_ops_16.json   optional: the same program with our C++ operators (ppfleetx/nn/cpu_ops)
+      tokenizer/              files that ppfleetx and Hugging Face transformers can load
+
+For a quantized model, the optional program is ``model_blocks_16.json``, or ``model_quantized_ops_16.json`` if
+the fused operator does not support its blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class ExportManifest:
     Attributes:
         vocab_size: number of token ids that the program can generate, from 0 on.
         end_id, end_token: id and text of the tokenizer's end-of-document token.
-        max_positions: the limit of prompt plus continuation, in tokens.
+        max_positions: maximum length of prompt plus continuation, in tokens.
         model: the ``Model`` section of the configuration.
         generation: the keys of the ``Generation`` section that the user set.
         checkpoint: name of the checkpoint that was exported.
@@ -114,8 +112,7 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
     """Find an exported model in ``model_dir`` or ``model_dir``/rank_0, and check its files, with checksums if
-    ``verify``. Returns the directory and the manifest. Raises ConfigError if there is no exported model, it
-    is damaged, or its format version is not supported."""
+    ``verify``. Raises ConfigError if there is no supported model, or if it is damaged."""
     directory = _find(Path(model_dir))
     manifest = _read(directory / MANIFEST_FILE)
     for name, entry in manifest.files.items():
@@ -210,8 +207,8 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs, for
-    example beam search. ``places`` has the file and line of each key, for the message."""
+    """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs.
+    ``places`` has the file and line of each key, for the message."""
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"

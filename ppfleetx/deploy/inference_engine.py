@@ -48,11 +48,14 @@ class InferenceEngine(TextGenerator):
     """Generates text with an exported model, through Paddle Inference. The results are those of
     :class:`~ppfleetx.generation.generator.Generator` with the same model.
 
-    The exported program runs the whole decoding loop. So ``on_text`` is called only when a batch is finished,
-    and stop strings are applied afterwards. Only one thread may generate at a time.
+    Only one thread may generate at a time. ``on_text`` is called only when a batch is finished.
 
-    ``device`` is a device type, optionally with an index (``gpu:1``). Raises ConfigError if there is no
-    exported model, it is damaged, or this machine cannot run it with ``options``.
+    Args:
+        device: device type, optionally with an index (``gpu:1``).
+
+    Raises:
+        ConfigError: there is no exported model, it is damaged, or this machine cannot run it with
+            ``options``.
     """
 
     def __init__(self, options: InferenceConfig, *, device: str = "cpu") -> None:

@@ -27,7 +27,7 @@ class EvalOutput(NamedTuple):
     """The loss and metrics of one evaluation batch, summed over all ranks.
 
     Attributes:
-        loss: sum of the loss over the tokens (for a classifier, examples) that the loss mask keeps.
+        loss: sum of the loss over the tokens or examples that the loss mask keeps.
         count: number of these tokens or examples.
     """
 
@@ -41,7 +41,7 @@ class Measured:
     """The result of an evaluation, the same on all ranks.
 
     Attributes:
-        loss: mean loss over the tokens (for a classifier, examples) that the loss mask keeps.
+        loss: mean loss over the tokens, or the examples of a classifier, that the loss mask keeps.
         count: number of these tokens or examples.
         ppl: perplexity of a language model; None for a classifier.
         metrics: mean of each of the task's metrics, by name.

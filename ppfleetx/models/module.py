@@ -22,8 +22,8 @@ Tensors = dict[str, paddle.Tensor]
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of the parallel plan. The methods must not keep state between calls: a
-    pipeline runs the stages itself and calls :meth:`loss` after the last stage."""
+    """A task on a model, independent of the parallel plan. The methods must not keep state between calls. A
+    pipeline calls :meth:`loss`, but not :meth:`forward`, because it runs the stages itself."""
 
     loss_in_pieces = False
     """Whether :meth:`loss` does nothing with ``outputs`` except pass them to the factory's ``token_loss`` or
@@ -39,10 +39,7 @@ class BasicModule(ABC):
 
     def count(self, batch: MicroBatch) -> float:
         """Return the number of tokens (for a classifier, examples) of a micro batch that count in the loss.
-        Runs on the host, before the first forward pass.
-
-        A step divides its summed loss by the sum of these numbers over all micro batches and ranks.
-        """
+        The loss of a step is divided by the sum of these numbers over the job. Runs on the host."""
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod

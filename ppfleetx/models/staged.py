@@ -15,7 +15,7 @@ class StagedModel(nn.Layer):
     """A model that runs its stages in sequence.
 
     Args:
-        seed: seed of the initial weights; None leaves them unset, because a checkpoint will be loaded.
+        seed: seed of the initial weights; None if a checkpoint will be loaded.
         empty: whether to create parameters without allocating memory.
     """
 

@@ -1,9 +1,5 @@
-"""Gradient reductions that overlap the backward pass.
-
-Parameters are grouped into buckets in reverse model order, the order in which the backward pass reaches them.
-A bucket is sent when all its gradients are complete. All ranks send buckets in the same fixed order, as
-collectives require. The backward pass never waits for a bucket.
-"""
+"""Gradient reductions that overlap the backward pass. Parameters are grouped into buckets in reverse model
+order. A bucket is sent when all its gradients are complete."""
 
 from __future__ import annotations
 
@@ -28,13 +24,8 @@ _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Sends complete buckets of gradients in the order of ``buckets``.
-
-    Args:
-        buckets: parameters of each bucket. No parameter is in two buckets.
-        send: called with the index of the bucket to send.
-        each_pass: whether to send every bucket in each backward pass (micro batch), not only in the last.
-    """
+    """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the index.
+    With ``each_pass``, every backward pass sends all buckets, otherwise only the last of a step."""
 
     def __init__(
         self,
@@ -43,6 +34,7 @@ class SendOrder:
         *,
         each_pass: bool = False,
     ) -> None:
+        # All ranks send in this order, as collectives require.
         self._buckets, self._send, self._each_pass = buckets, send, each_pass
         # How many times one pass adds to a gradient, by the parameter's id: more than once with
         # recomputation.
@@ -154,13 +146,8 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``. The parameters of a bucket have the same dtype and
-    ``key``. Return (key, parameters) pairs.
-
-    If ``parameters`` are in the order in which their gradients complete, so are the buckets. A bucket that is
-    nearly full is closed, so that it does not wait for a few bytes. A parameter of ``nbytes`` or more gets
-    its own bucket, while other buckets stay open.
-    """
+    """Split parameters into buckets of up to ``nbytes``, each with one dtype and one ``key``. Return (key,
+    parameters) pairs. A parameter of ``nbytes`` or more gets a bucket of its own."""
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:
@@ -174,6 +161,7 @@ def cut(
             bucket, size = [], 0
             buckets.append((kind[0], bucket))
         bucket.append(parameter)
+        # Close a bucket that is nearly full, so that it does not wait for a few bytes.
         if size + more < _NEARLY_FULL * nbytes:
             open_buckets[kind] = (bucket, size + more)
     place = {id(parameter): index for index, parameter in enumerate(parameters)}

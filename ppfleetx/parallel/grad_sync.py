@@ -1,16 +1,5 @@
-"""Reduce the gradients of all ranks to the gradients of the whole job, once per step.
-
-All reductions of gradients start here and run in this module, ``grad_buckets.py`` and ``sharding.py``. Each
-rank differentiates a loss that is already divided by the job's number of valid tokens, so gradients are
-summed.
-
-Copies of a parameter need bitwise equal gradients. On GPUs, ranks that compute the same gradient may differ
-in the last bit (atomic additions), and so may groups that add the same numbers (NCCL's order depends on the
-location of ranks). Therefore sums run over one group at a time, in the order of ``nn/param_spec.py``. At the
-end, gradients of parameters that are not sliced over tensor-parallel ranks are made equal on these ranks.
-
-All ranks of a group must send the same tensors, so a missing gradient is sent as zero.
-"""
+"""Reduce the gradients of all ranks to the gradients of the whole job, once per step. Gradients are summed,
+because the loss of each rank is already divided by the job's number of valid tokens."""
 
 from __future__ import annotations
 
@@ -52,15 +41,13 @@ class GradientSync:
 
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
-        ctx: this process's place in the job, with the process groups that the whole model needs.
-        tied_group: process group of the pipeline ranks with copies of the tied parameters; None if this rank
-            has no copy.
+        ctx: this process's place in the job, with the process groups of the whole model.
+        tied_group: process group of the pipeline ranks with copies of the tied parameters; None on other
+            ranks.
         has_experts: whether any rank has parameters of experts.
-        sharding: the owners of parameters, which alone need gradients. None: every rank needs every gradient.
+        sharding: the owners of parameters, which alone need gradients; None: all ranks need all gradients.
         values: with sharding, sends updated values from their owners.
-        bucket_bytes: approximate size of the reductions that overlap the backward pass; None: all reductions
-            run at its end.
-        ops: the fused operators in use.
+        bucket_bytes: approximate size of the reductions that overlap the backward pass; None: no overlap.
     """
 
     def __init__(
@@ -86,6 +73,9 @@ class GradientSync:
         self._early: set[int] = set()  # ids of parameters whose gradients are summed in the backward pass
         self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
         mesh = ctx.mesh
+        # Copies of a parameter need bitwise equal gradients, but ranks or groups that compute the same sum
+        # may differ in the last bit on GPUs. So sums run over one group at a time, in the order of
+        # nn/param_spec.py, and gradients that tensor-parallel ranks share are made equal at the end.
         self._rounds = self._grouped(lambda p: self._sums_of(p)[int(id(p) in self._early) :])
         self._equal = self._grouped(lambda p: [axes for axes in [kept_equal_over(p.spec, mesh)] if axes])
 
@@ -108,16 +98,16 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """Build the reductions over replicas that overlap the backward pass. Returns None with sharding,
-        because :class:`Sharding` then reduces gradients to their owners. Leaves out gradients that must first
-        be summed over tensor-parallel ranks, and those that a rank may lack (of experts without tokens)."""
+        """Build the reductions over replicas that overlap the backward pass. Returns None with sharding, or
+        if there are no replicas."""
         if self._sharding is not None:
-            return None
+            return None  # `Sharding` reduces gradients to their owners
         replicas = tuple(axis for axis in DENSE.replicas if self._ctx.size_of(axis) > 1)
         if not replicas:
             return None
+        # Leave out gradients that must first be summed over tensor-parallel ranks.
         early = [p for p in reversed(self.parameters) if self._sums_of(p)[:1] == (replicas,)]
-        early = [p for p in early if not may_lack_gradient(p.spec)]
+        early = [p for p in early if not may_lack_gradient(p.spec)]  # experts may get no tokens
         self._early = {id(parameter) for parameter in early}
         start = partial(distributed.all_reduce, group=self._ctx.group_over(replicas), sync_op=False)
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])

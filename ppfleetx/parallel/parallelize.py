@@ -42,9 +42,8 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     """Build the model of ``module`` under the plan of ``ctx``, and return its runner. Without ``train``, it
     has no optimizer, and the caller must load the weights before running the model.
 
-    The order of steps: layer factory -> stages -> container of layers without values (the whole model, or a
-    pipeline rank's part) -> 16-bit parameters -> owners -> initial values -> optimizer -> gradient reduction
-    -> runner. Raises ConfigError if ``Model.loss_chunks`` is above 1, and the task's loss needs whole logits.
+    Raises:
+        ConfigError: ``Model.loss_chunks`` is above 1, but the task's loss needs whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
         raise ConfigError(
@@ -211,21 +210,17 @@ def initialize_parameters(
     *,
     masters_on_host: bool = False,
 ) -> dict[str, paddle.Tensor]:
-    """Allocate each empty parameter that this rank holds, and fill it with its initial value.
-
-    A rank never holds more than the values it keeps plus one parameter in float32.
+    """Allocate each empty parameter that this rank holds, and fill it with its initial value. Return the
+    float32 values of ``with_masters`` by canonical name, for master weights.
 
     Args:
-        seed: seed of the initial values; None draws none, because a checkpoint will be loaded.
-        with_masters: the parameters whose exact float32 values are returned.
-        sharding: decides which values and master weights this rank keeps; None keeps all.
-        masters_on_host: whether to return the float32 values in host memory.
-
-    Returns:
-        The float32 values by canonical name, for master weights.
+        seed: seed of the initial values; None if a checkpoint will be loaded.
+        sharding: decides which values this rank keeps; None keeps all.
+        masters_on_host: whether the returned values are in host memory.
     """
     masters: dict[str, paddle.Tensor] = {}
     wanted = {id(p) for p in with_masters if sharding is None or sharding.owns(p)}
+    # One at a time: a rank never holds more than the values it keeps plus one parameter in float32.
     for parameter in parameters:
         if parameter._is_initialized() or not (sharding is None or sharding.holds(parameter)):
             continue

@@ -1,12 +1,5 @@
-"""Parameter broadcast of sharding stages 1 and 2: after an update, the owner of a parameter sends its new
-values to the other ranks that hold it.
-
-Values are sent in the order in which the next forward pass needs them. Large parameters are received in their
-own memory, without a copy; small ones (norms, biases) of one owner are packed into one message and sent
-first. A layer's forward pass waits only for that layer's values. All other code that reads parameters must
-call :meth:`NewValues.finish` first. Apart from the packing, this is what Paddle's
-``DygraphShardingOptimizer`` does with ``broadcast_overlap``.
-"""
+"""Parameter broadcast of sharding stages 1 and 2: the owner of a parameter sends its new values after an
+update. Other code than forward passes must call :meth:`NewValues.finish` before it reads parameters."""
 
 from __future__ import annotations
 
@@ -30,9 +23,7 @@ class NewValues:
 
     Args:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
-        owning: the owners of the parameters.
-        layers: layers whose forward pass waits for the new values of their own parameters. None: no overlap;
-            :meth:`updated` waits for all parameters.
+        layers: layers whose forward pass waits for their new values; None: :meth:`updated` waits for all.
         packed_bytes: maximum total size of the small parameters that share a message.
     """
 
@@ -48,6 +39,8 @@ class NewValues:
         self._overlaps = layers is not None
         self._packed: list[Packed] = []
         self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order of sending
+        # Small parameters (norms, biases) of an owner share a message, which is sent first. The others are
+        # received in their own memory, as in Paddle's `DygraphShardingOptimizer` with `broadcast_overlap`.
         small, size = [], 0
         for parameter in self._parameters:
             more = parameter.size * parameter.element_size()

@@ -1,8 +1,5 @@
-"""Pipeline parallelism: Paddle's schedules (1F1B, interleaved) on our list of stages.
-
-Paddle transfers activations and decides the order of passes. This module handles names, initial values, the
-split into chunks, tied weights, loss and update, so that they are the same under every parallel plan.
-"""
+"""Pipeline parallelism with Paddle's schedules (1F1B, interleaved). Paddle transfers activations and orders
+the passes. This module does the rest, such as initial values, tied weights and update."""
 
 from __future__ import annotations
 
@@ -35,12 +32,9 @@ _INPUTS = ("tokens", "position_ids", "document_start")  # inputs of the first st
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
-    """Return the index of the first stage of each chunk, and ``num_stages`` as the last element. A chunk is a
-    run of consecutive stages on one rank; chunk c is on pipeline rank ``c % pp``.
-
-    The plan divides the blocks. The first stage (embedding) is in the first chunk, and the last two (final
-    norm, head) are in the last.
-    """
+    """Return the index of the first stage of each chunk, and ``num_stages`` as the last element. Chunk c is a
+    run of stages on pipeline rank ``c % pp``."""
+    # The first chunk also has the embedding, and the last one the final norm and the head.
     ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
     return [0, *ends[:-1], num_stages]
 
@@ -154,10 +148,10 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the number of micro batches, and reuse known message shapes. Only the first pass with a mode
-        (training or evaluation) and an input shape exchanges message shapes with neighbors. All ranks of a
-        pipeline agree on this, because they read the same batch."""
+        """Prepare Paddle's pipeline for the number and the shapes of these micro batches."""
         self._pipeline.accumulate_steps = len(micro_batches)
+        # Neighbors exchange message shapes only in the first pass with a mode and an input shape. All ranks
+        # of a pipeline agree on this, because they read the same batch.
         inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
         kind = (self._model.training, inputs)  # in training, some tensors sent have gradients
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
@@ -184,13 +178,13 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """Prepare for a series of micro batches. The losses of the first ``count`` are added to ``sums``; the
-        others only fill up the schedule. Losses returned to Paddle are multiplied by ``scale``."""
+        """Prepare for a series of micro batches. The losses of the first ``count`` are added to ``sums``.
+        Losses returned to Paddle are multiplied by ``scale``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
         found = as_loss_output(self.module.loss(logits, batch, self.factory), self.module)
-        if self._left > 0:
+        if self._left > 0:  # the other micro batches only fill up the schedule
             self._sums.add(found)
         self._left -= 1
         # In an evaluation the loss is float64, which Paddle cannot send to other stages.
@@ -205,8 +199,8 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
 
 
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
-    """Create the process group of the pipeline ranks that hold tied weights. A collective over the job.
-    Returns None on ranks without a tied weight, or if one rank holds all copies."""
+    """Create the process group of the pipeline ranks that hold tied weights. All ranks must call it. Returns
+    None on ranks without them, or if one rank holds all of them."""
     keys = {stage.tie.key for stage in stages if stage.tie is not None}
     assert len(keys) <= 1, "one tied layer at most"
     bounds = chunk_bounds(ctx.plan, len(stages))

@@ -1,16 +1,6 @@
-"""The order of pipeline messages, for two cases in which Paddle's order would deadlock or mix up messages.
-
-*Device plugins.* Paddle exchanges messages with both neighbors at once, and NCCL runs them concurrently. A
-plugin's library may run them one after the other; two neighbors that both receive first (or both send first,
-if a send waits for its receive) then deadlock. :func:`take_turns` makes one of two neighbors send first and
-the other receive first, as Paddle does for asynchronous messages (``_p2p_ops`` in ``p2p_communication.py``).
-
-*Virtual stages on two ranks.* Paddle rejects these, because previous and next rank are the same. In Paddle
-3.3.1 a four-way exchange starts: gradient to the previous rank, activation from it, activation to the next
-rank, gradient from it. NCCL and our CPU groups match messages between two ranks in this order, so a gradient
-would be received as an activation. :func:`interleave_two_stages` exchanges gradients, then activations.
-``tests/parallel/test_two_stages.py`` checks the rest of the schedule.
-"""
+"""The order of pipeline messages, for two cases in which Paddle's own order would deadlock or mix up
+messages: device plugins (:func:`take_turns`), and virtual stages on two ranks
+(:func:`interleave_two_stages`)."""
 
 from __future__ import annotations
 
@@ -26,6 +16,9 @@ from paddle.distributed.fleet.meta_parallel import (
 )
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
+# A device plugin's library may run messages one after the other, unlike NCCL. Two neighbors that both receive
+# first (or both send first) would then deadlock, so one of two neighbors sends first and the other receives
+# first, as in Paddle's `_p2p_ops`.
 _EVEN = ("send next", "recv prev", "send prev", "recv next")
 _ODD = ("recv prev", "send next", "recv next", "send prev")
 
@@ -47,7 +40,7 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     """Return the messages of one exchange in the order in which this rank must start them.
 
     Args:
-        messages: each has an ``op``, Paddle's function that sends or receives, and a ``peer``, a global rank.
+        messages: each has ``op``, Paddle's function that sends or receives, and ``peer``, a global rank.
         hcg: fleet's hybrid communicate group.
     """
     is_odd, order = hcg.get_stage_id() % 2 == 1, _ODD if hcg.get_stage_id() % 2 else _EVEN
@@ -67,8 +60,8 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
     """Build a pipeline with virtual stages on two ranks, which ``fleet.distributed_model`` rejects. The
-    schedule is Paddle's interleaved 1F1B. With fewer than four micro batches, all forward passes run before
-    the backward passes, as in Paddle."""
+    schedule is Paddle's interleaved 1F1B."""
+    # As in Paddle, all forward passes run first if there are fewer than four micro batches.
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
     return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)
@@ -105,6 +98,9 @@ class _KindByKind(p2p_communication.P2pHelper):
         batch_p2p_comm: bool = True,
         skip_check_meta: bool = False,
     ) -> tuple[Tensors, Tensors]:
+        # Paddle 3.3.1 starts: gradient to the previous rank, activation from it, activation to the next rank,
+        # gradient from it. Between two ranks, messages are matched in this order, so a gradient would be
+        # received as an activation. tests/parallel/test_two_stages.py checks the rest of the schedule.
         gradient = self.send_backward_recv_backward(
             input_tensor_grad, recv_next=recv_next, batch_p2p_comm=batch_p2p_comm
         )

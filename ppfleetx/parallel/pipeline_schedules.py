@@ -1,11 +1,8 @@
 """ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes (:func:`order_of`).
 
-In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass has two parts: the gradients of
-inputs (B), which the previous stage waits for, and those of weights (W), which fill the idle time of 1F1B.
-
-Messages have the order of Paddle's 1F1B. After B, a rank starts to receive the input of the next forward pass
-before it sends the gradient; the previous stage sends that input before it receives the gradient. So sends
-and receives match even if a send waits for its receive, as on a GPU. W needs no message.
+In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), a backward pass has two parts. B computes the
+gradients of inputs, which the previous stage waits for. W computes those of weights, and fills the idle time
+of 1F1B.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ class Receive:
 
 @dataclass
 class _Sent:
-    """A send that may be in progress. It holds its tensors, because Paddle may free them too early: when one
-    NCCL task is awaited, Paddle forgets which streams still read memory
-    (``NCCLTask::RemoveHolderStreamInGroup``)."""
+    """A send that may be in progress, with the tensors that must be kept until it is complete."""
 
+    # Paddle may free them too early: when one NCCL task is awaited, it forgets which streams still read
+    # memory (`NCCLTask::RemoveHolderStreamInGroup`).
     tensors: tuple[paddle.Tensor, ...]
     tasks: list[Any]
 
@@ -107,8 +104,8 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Keep the input and output of a forward pass for the backward pass. If the output was sent to the
-        next stage, its memory is freed, because the backward pass needs only its autograd graph."""
+        """Keep the input and output of a forward pass for the backward pass."""
+        # The output was sent, and the backward pass needs only its autograd graph.
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -116,6 +113,8 @@ class ListedPipeline(PipelineParallel):
     def _backward(self, work: Pass) -> None:
         coming = self._fetch_upstream()
         gradient = self._input_gradient(None if coming is None else coming.wait(), work)
+        # As in Paddle's 1F1B, start to receive before sending: the previous stage sends this input before it
+        # receives the gradient. So messages match even if a send waits for its receive, as on a GPU.
         self._input = self._fetch_input() if self._follows(work, "F") else None
         self._send_gradient(gradient)
 
@@ -173,15 +172,12 @@ class ListedPipeline(PipelineParallel):
 
 
 class AsyncPipeline(ListedPipeline):
-    """A 1F1B pipeline that overlaps its messages with computation. It holds one more activation than 1F1B.
-
-    A pass does not wait for the send before it, and a receive starts one pass before its message is needed.
-    Messages between two neighbors keep the order of Paddle's 1F1B, so that the n-th send matches the n-th
-    receive, as NCCL and the CPU groups require. At most one message per neighbor and direction is in transit.
-    """
+    """A 1F1B pipeline that overlaps its messages with computation. It holds one more activation than 1F1B."""
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
         super().__init__(model, matmul)
+        # Messages keep the order of Paddle's 1F1B, because the n-th send must match the n-th receive. At most
+        # one message per neighbor and direction is in transit.
         self._upstream: Receive | None = None
 
     def _forward(self, data: Iterator[Any], work: Pass) -> None:

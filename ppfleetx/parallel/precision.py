@@ -1,15 +1,8 @@
 """Mixed precision: 16-bit compute, float32 master weights, loss scaling.
 
-O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
-
-O2: parameters and, unless the model says otherwise, activations are 16-bit; the optimizer updates float32
-master weights from float32 gradients. Loss and softmax are float32 at both levels.
-
-On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
-their operands to bfloat16 and accumulate in float32, and everything else is float32.
-
-float16 needs a loss scale, because its exponent range is small: the loss is multiplied by the scale before
-the backward pass, and the gradients are divided by it afterwards.
+At level O1, parameters and gradients are float32, and ``auto_cast`` runs the operations of its list in 16
+bits. At level O2, parameters and usually activations are 16-bit, and the optimizer updates float32 master
+weights. On a CPU, both levels only round the operands of products with weights to bfloat16.
 """
 
 from __future__ import annotations
@@ -42,9 +35,10 @@ _NEEDS = {
 class LossScaler:
     """The loss scale for float16, with the rules of Megatron-LM (``optimizer/grad_scaler.py``).
 
-    The first ``hysteresis - 1`` overflows change nothing; each later overflow halves the scale. After
-    ``window`` steps without overflow, the scale doubles, and overflows are counted from 0 again. If not
-    ``dynamic``, the scale is constant.
+    Attributes:
+        window: number of steps without overflow after which the scale doubles.
+        hysteresis: number of overflows until the scale is halved; every later overflow also halves it.
+        dynamic: whether the scale changes.
     """
 
     scale: float
@@ -104,7 +98,7 @@ class Precision:
     Attributes:
         scaler: the loss scaler; None if no loss scale is needed.
         products_alone: whether only products with weights use 16 bits, as on a CPU.
-        keeps_casts: returns a context manager for :meth:`autocast` that keeps 16-bit copies of weights.
+        keeps_casts: returns a context manager in which 16-bit copies of weights are kept.
 
     Raises:
         ConfigError: the device cannot compute in the configured dtype, and ``enable`` is not ``auto``.
@@ -154,9 +148,8 @@ class Precision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context manager for forward passes that chooses the dtype of each operation, by level and operation
-        lists of the configuration. At O2, operations outside the lists run in the dtype of their inputs, and
-        in float32 if these differ."""
+        """Context manager for forward passes that chooses the dtype of each operation, by the level and the
+        operation lists of the configuration."""
         if not self._cfg.enable:
             yield
             return
@@ -164,6 +157,8 @@ class Precision:
             with nullcontext() if self._cfg.products_in_float32 else bfloat16.products(), self.keeps_casts():
                 yield
             return
+        # At O2, operations outside the lists run in the dtype of their inputs, and in float32 if these
+        # differ.
         casts = paddle.amp.auto_cast(
             custom_white_list=self._cfg.custom_white_list or None,
             custom_black_list=self._cfg.custom_black_list or None,
@@ -174,12 +169,8 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """Convert the parameters to 16 bits in place (O2), before they have memory. Return the parameters
-        that need float32 master weights; none unless ``train``.
-
-        Call this before adding hooks to the parameters: with ``main_grad_fp32``, the hook that moves
-        gradients to float32 must run first.
-        """
+        """Convert the parameters to 16 bits in place (O2). Return those that need float32 master weights;
+        none unless ``train``. Call this before the parameters have memory or hooks."""
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
             return with_masters
@@ -197,6 +188,7 @@ class Precision:
             with_masters.append(parameter)
             if self._cfg.main_grad_fp32:
                 parameter.gradient_dtype = paddle.float32
+                # This hook must run before all others.
                 parameter._register_backward_hook(lambda *_, p=parameter: add_to_main_gradient(p))
         return with_masters
 

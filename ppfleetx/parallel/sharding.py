@@ -1,10 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Parameters are not split: each whole parameter has one owner among the ranks that share it. Stage 1: only the
-owner keeps optimizer states and updates the parameter, then broadcasts the result (``param_broadcast.py``).
-Stage 2: each backward pass also reduces gradients to their owners, which alone keep them. Stage 3: only the
-owner keeps the values between uses; the other ranks fetch the values of a layer just before its forward and
-backward pass (``zero3.py``).
+Each whole parameter has one owner. From stage 1 on, only the owner keeps its optimizer states and updates it.
+From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3, only the owner keeps
+its values between uses (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -43,11 +41,9 @@ class Sharding:
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
         ctx: this process's place in the job, with the process groups of the owners.
-        stage: sharding stage, 1 to 3.
-        frozen: the other parameters. Their owners hold the values (stage 3) and write them to checkpoints.
-        bucket_bytes: approximate size of the gradient messages that overlap the backward pass. None: no
-            overlap; the backward pass waits for each message (stages 2 and 3), or messages are sent at its
-            end (stage 1).
+        frozen: this rank's other parameters. They have owners, too.
+        bucket_bytes: approximate size of the gradient messages that overlap the backward pass; None: no
+            overlap.
     """
 
     def __init__(
@@ -163,14 +159,8 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that send gradients at the end of each layer's backward pass (stages 2 and 3), in
-        the same order on all ranks.
-
-        Args:
-            stages: (index in the model, layer) pairs.
-            when_complete: called in a layer's backward pass with a function, which it must run once the
-                layer's weights have their gradients.
-        """
+        """Register hooks that send gradients at the end of each layer's backward pass. ``when_complete`` runs
+        a given function once the current layer's weights have their gradients."""
         if self._order is None:
             return
         followed: set[int] = set()
@@ -198,14 +188,11 @@ class Sharding:
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
         """Run ``call``, which sends the gradients of a layer's weights: with ``can_wait`` at the end of the
-        backward pass, otherwise immediately.
-
-        When the gradient of the layer's input exists, those of the weights may be incomplete: if another
-        operator, such as a cast, uses a weight before the product, Paddle may add to its gradient later. The
-        end of the backward pass is always late enough. In stage 3 only the first layer can wait so long,
-        because ranks send a layer's gradients before they fetch the values of the previous layer. Without
-        ``can_wait``, more than two operators between a weight and its product end the run with an error.
-        """
+        backward pass, otherwise immediately."""
+        # The gradients of the weights may be incomplete when that of the layer's input exists: Paddle may add
+        # to them later if a cast, for example, comes before the product. More than two such operators end the
+        # run with an error in stage 3, where only the first layer can wait: ranks must send the gradients of
+        # a layer before they fetch the values of the previous one.
         if not can_wait:
             call()
         else:

@@ -42,9 +42,8 @@ class StepOutput:
         grad_norm: global L2 norm of the gradients before clipping.
         loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether the update was skipped, because gradients overflowed or ``StepRunner.judge`` rejected
-            the step.
-        metrics: metrics by name, without those whose count is 0. Those of the first run if a step was
-            repeated.
+            it.
+        metrics: metrics by name, without those whose count is 0.
     """
 
     loss: float
@@ -77,7 +76,7 @@ class StepOptions:
     """Settings of a step besides model, optimizer and plan.
 
     Attributes:
-        clip_norm: clip gradients to this global norm; 0 does not clip.
+        clip_norm: maximum global norm of the gradients; 0: no clipping.
         metrics: names of the metrics that the model's layers report.
         routers: number of experts of each router of the model, by canonical name.
     """
@@ -90,18 +89,18 @@ class StepOptions:
 
 
 class StepRunner(ABC):
-    """Runs steps of one model: forward and backward passes of all micro batches, gradient reduction,
-    clipping, update. The engine uses this interface under every parallel plan.
+    """Runs the steps of one model: forward and backward passes of all micro batches, gradient reduction,
+    clipping and update.
 
     Args:
         stages: (index in the model, layer) of each stage on this rank.
         optimizer: None for a runner that only evaluates.
 
     Attributes:
-        checks: ``Engine.checks``. Unless ``off``, a non-finite loss or gradient norm is an error; ``full``
-            checks every output and gradient.
-        before_update: a function called in each step before parameters and optimizer states change.
-        judge: decides whether a step's update is applied, see :data:`Judge`; None: always.
+        checks: the value of ``Engine.checks``. Unless ``off``, a non-finite loss or gradient norm is an
+            error.
+        before_update: called in each step before parameters and optimizer states change.
+        judge: decides whether a step's update is applied (:data:`Judge`); None: it always is.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class StepRunner(ABC):
         Args:
             micro_batches: the micro batches of this rank.
             step: number of the step, which determines dropout.
-            counts: sums of :meth:`count` over the job; None: computed here, by a collective.
+            counts: sums of :meth:`count` over the job; None: a collective computes them here.
 
         Raises:
             NonFiniteError: on every rank, before the update, if the loss or the gradient norm is not finite.
@@ -203,12 +202,8 @@ class StepRunner(ABC):
     def _gradients(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
-        """Compute the step's gradients, summed over the ranks and clipped. This is the only place in a step
-        where the host waits for the device, because the update depends on the loss and the gradient norm.
-
-        Returns the loss; the norm of the gradients before clipping; whether a rank has a non-finite number
-        (with loss scaling only); the metrics.
-        """
+        """Compute the step's gradients, summed over the ranks and clipped. Returns the loss, the norm before
+        clipping, whether float16 overflowed on any rank, and the metrics."""
         with self._search if self.checks == "full" else nullcontext():
             self._passes(micro_batches, counts)
         sums = self._sums.over_job()
@@ -217,6 +212,7 @@ class StepRunner(ABC):
         numbers = [sums[0], self._sync.norm()]
         if self._precision.scaler is not None:
             numbers.append(self._overflowing_ranks(numbers))
+        # The host waits for the device here, because the update depends on these numbers.
         values = read(paddle.stack([*sums.unbind(), *numbers[1:]])).tolist()
         found, (grad_norm, *overflow) = values[: len(sums)], values[len(sums) :]
         self._sync.clip(grad_norm, self._clip_norm)
@@ -336,7 +332,7 @@ class StepRunner(ABC):
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         """Run all forward and backward passes of a step, without waiting for the device. Adds the gradients
-        of (loss sum / ``num_valid``) to this rank's gradients, and the loss to the sums of the step."""
+        of loss / ``num_valid`` to those of this rank, and the loss to the step's sums."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:

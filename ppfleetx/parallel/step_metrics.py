@@ -62,9 +62,8 @@ class StepSums:
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """Decode the vector of :meth:`over_job`, given as numbers on the host. Return the loss sum, and by
-        name all metrics whose count is above 0. Raises ConfigError on all ranks if a rank reported a metric
-        that is not declared."""
+        """Decode the vector of :meth:`over_job` into the loss sum and the metrics whose count is above 0.
+        Raises ConfigError on all ranks if a rank reported an undeclared metric."""
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
@@ -121,13 +120,7 @@ class ActivationScales:
 
 class ExpertLoads:
     """Sums the loads of experts (numbers of positions) over the job, balances the routers, and warns about
-    experts that get no positions.
-
-    Args:
-        routers: number of experts of each router in the whole model, by canonical name; the same on all
-            ranks.
-        same_on: axes whose ranks hold the same hidden states.
-    """
+    unused experts. ``same_on`` are the axes whose ranks hold the same hidden states."""
 
     def __init__(
         self,
@@ -149,9 +142,8 @@ class ExpertLoads:
 
     @paddle.no_grad()
     def count(self) -> Mapping[str, Metric]:
-        """Sum the expert loads of a step over all ranks, and return them as metrics: ``expert_load/LAYER`` is
-        the load of the layer's most loaded expert divided by the mean load of its experts, and
-        ``expert_load`` the mean over all layers."""
+        """Sum the expert loads of a step over all ranks. Returns metrics: ``expert_load/LAYER`` is the
+        largest load divided by the mean, and ``expert_load`` its mean over the layers."""
         if not self._sizes:
             return {}
         seen = {name: router.seen for name, router in self._held.items()}

@@ -1,9 +1,5 @@
-"""Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them.
-
-Each owner broadcasts its values of a layer in one message per dtype. While a layer computes, in the forward
-or backward pass, the values of the next layer are in transit, so the values of at most two layers exist at a
-time. Broadcasts start at fixed points of the program, so all ranks of a group issue them in the same order.
-"""
+"""Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them. While a layer
+computes, the values of the next layer are in transit."""
 
 from __future__ import annotations
 
@@ -23,13 +19,8 @@ if TYPE_CHECKING:
 
 
 class ParameterSharding:
-    """Fetches the values of each layer from their owners just before use, and frees them afterwards.
-
-    Args:
-        owning: the owners of the parameters.
-        stages: (index in the model, layer) pairs. Layers with consecutive indices run one after the other.
-        ahead: whether to fetch the next layer's values while a layer computes.
-    """
+    """Fetches the values of each layer from their owners just before use, and frees them afterwards. With
+    ``ahead``, it fetches the next layer's values while a layer computes."""
 
     def __init__(
         self, owning: Sharding, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
@@ -86,6 +77,8 @@ class ParameterSharding:
     def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
         if self._next is not None and self._next[0] is not layer:
             self.finish()
+        # Broadcasts start at fixed points of the program, so all ranks of a group issue them in the same
+        # order.
         fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]
         self._next = None
         fetch.complete()

@@ -1,5 +1,5 @@
-"""Claim the output directory for a run: refuse if files that must be kept are in the way, delete files of an
-earlier run, and write the configuration and the run's identity."""
+"""Claim the output directory for a run: check it, delete files of an earlier run, and write the configuration
+and the run's identity."""
 
 from __future__ import annotations
 
@@ -51,13 +51,9 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Claim the output directory for this run, and write the configuration and the tokenizer into it. Returns
-    which checkpoints there this run may delete and replace.
-
-    The last check before training, because it may delete files. All ranks must call it; rank 0 does the work.
-    Raises ConfigError on all ranks if the run would overwrite files that were not written by it or by the
-    earlier run in the directory.
-    """
+    """Claim the output directory for this run. Return which checkpoints there it may delete and replace. All
+    ranks must call it. Raises ConfigError if files of another run are in the way."""
+    # The last check before training, because it may delete files.
     ownership = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
@@ -94,14 +90,8 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Do rank 0's part of :func:`begin`, except for the tokenizer. Returns which checkpoints in the output
-    directory this run may delete and replace.
-
-    Writes the configuration and the run's identity, and removes unfinished files of a killed run. With
-    ``Engine.save_load.overwrite``, deletes the earlier run's files. ``comes_to(epoch, step)`` returns whether
-    this run may save a checkpoint with them in its name. Raises ConfigError if the directory cannot be
-    written, or if another run's checkpoint has such a name.
-    """
+    """Do rank 0's part of :func:`begin`, except for the tokenizer. ``comes_to`` returns whether this run may
+    save a checkpoint of a given epoch and step."""
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)
@@ -139,8 +129,8 @@ def _checkpoint_at(place: str) -> Iterator[Path]:
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """Return the identity of this run for the output directory. A run that continues an earlier one keeps its
-    identity. A run that starts anew or overwrites an earlier one gets a new identity."""
+    """Return the identity of this run. A run that continues an earlier one has the same identity, and any
+    other run gets a new one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:

@@ -51,15 +51,9 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context manager that replaces a device error or a lack of memory by an error with one clear message.
-
-    Args:
-        advice: what to do if memory ran out; None: name the settings that would save the most memory.
-
-    Raises:
-        OutOfMemoryError: this process or the device has run out of memory.
-        DeviceError: the device has reported another error.
-    """
+    """Context manager that replaces errors of the device by OutOfMemoryError or DeviceError with a clear
+    message. ``advice`` is what to do if memory ran out; None: name the settings that would save the most
+    memory."""
     try:
         yield
     except Exception as error:

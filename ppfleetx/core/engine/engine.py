@@ -50,19 +50,16 @@ GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
 
 
 class Engine:
-    """Trains and evaluates a model with a :class:`StepRunner`, which executes single steps under the parallel
-    plan. The engine handles samples, callbacks and checkpoints.
+    """Trains and evaluates a model. ``runner`` executes the steps; the engine handles samples, callbacks and
+    checkpoints.
 
     Args:
-        schedule, saver: the schedule of learning rate and weight decay, and the writer of checkpoints. Both
-            are None when only evaluating.
-        callbacks: called in this order.
+        schedule: the schedule of learning rate and weight decay; None if the engine only evaluates.
+        saver: writes checkpoints; None if the engine only evaluates.
         samples_per_epoch: number of samples in one pass over the training split.
         length: number of steps to train, and the intervals of evaluations and checkpoints.
         new_evaluator: creates the evaluator for one evaluation set.
-        go_back: loads the run's last checkpoint after a loss spike. Called with the engine and the number of
-            samples to skip from the start of the training order. Returns the batches after these samples;
-            None if there is no checkpoint.
+        go_back: loads the run's last checkpoint after a loss spike, and returns the batches to continue with.
         pruning: prunes the model while it trains; None for no pruning.
     """
 
@@ -108,13 +105,11 @@ class Engine:
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
-        """Train from ``state.step`` until ``max_steps`` optimizer steps are done, then save a checkpoint.
-
-        SIGTERM or Ctrl-C on any rank ends the run after the current step, and saves a checkpoint.
+        """Train until ``max_steps`` optimizer steps are done, then save a checkpoint. SIGTERM or Ctrl-C on
+        any rank ends the run after the current step, and also saves a checkpoint.
 
         Raises:
-            UserError: the loss or the gradient is not finite, the data ended early or cannot be read, ranks
-                have inconsistent data or weights, or a checkpoint cannot be saved. Raised on all ranks.
+            UserError: on all ranks, for example if the loss is not finite or a checkpoint cannot be saved.
         """
         self._saved_step, self._is_fitting = self.state.step, True
         if self._guard is not None:
@@ -153,9 +148,8 @@ class Engine:
             )
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Compute the mean loss and the task's metrics over each evaluation set, then call the callbacks.
-        Returns None if SIGTERM or Ctrl-C stopped the evaluation early. Raises UserError if a set has no token
-        that counts in the loss."""
+        """Evaluate each evaluation set, then call the callbacks. Returns None if SIGTERM or Ctrl-C stopped
+        the evaluation. Raises UserError if a set has no token that counts in the loss."""
         records = []
         for name, loader in eval_sets.items():
             record = self._evaluate_one(name, loader, stop)
@@ -191,8 +185,8 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate at the start of training if an evaluation is due at the current step and has not been
-        done: at step 0, to detect a broken evaluation set, or after an interrupted evaluation."""
+        """Evaluate before the first step if an evaluation is due at the current step and is missing."""
+        # At step 0, this finds a broken evaluation set early. Later, it completes an interrupted evaluation.
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
@@ -269,13 +263,8 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """Run one optimizer step. Returns the iterator of batches to continue with if a loss spike sent the
-        run back to its last checkpoint, else None.
-
-        Args:
-            started: clock time at which the batch was requested.
-            reader_cost: seconds spent waiting for the batch.
-        """
+        """Run one optimizer step on a batch that was requested at clock time ``started``. Returns the batches
+        to continue with if the run went back to a checkpoint, else None."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
@@ -331,9 +320,8 @@ class Engine:
         return None
 
     def _respond_to_spike(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Respond to a loss spike as configured: skip the step, go back to the last checkpoint, or stop.
-        Reports the spike to the callbacks, and then raises TrainingStoppedError if the run must stop. Returns
-        the batches to continue with if the run went back, else None."""
+        """Skip the step of a loss spike, go back to a checkpoint, or raise TrainingStoppedError, as
+        configured. Returns the batches to continue with if the run went back, else None."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
@@ -365,9 +353,8 @@ class Engine:
             self._saved_step = self.state.step
 
     def _notify(self, hook: str, *args: object) -> None:
-        """Call the method ``hook`` of every callback, even if one of them raises a UserError. During
-        training, the first such error ends training on all ranks before the next step. Outside training, it
-        is raised after all calls."""
+        """Call the method ``hook`` of every callback, even if one raises a UserError. The first such error is
+        raised after all calls or, during training, before the next step."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:

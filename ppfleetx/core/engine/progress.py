@@ -20,15 +20,14 @@ class TrainState:
 
     Attributes:
         step: number of steps done, including skipped ones.
-        consumed_samples: number of samples of the training order that have been used.
+        consumed_samples: number of training samples used.
         epoch: number of completed passes over the training split.
-        evaluated_step: step of the last complete evaluation. A resumed run repeats an evaluation that was due
-            at ``step`` but was interrupted.
-        skipped_steps: number of steps whose gradients overflowed or that were skipped as loss spikes. Their
-            samples are used up, but weights and learning rate did not change.
-        best, best_step: best evaluation result so far, and its step. The result is the negative loss or the
-            mean of the task's metrics, as ``Engine.save_load.keep_best`` says.
-        spikes: losses and gradient norms of the last steps, from which ``Engine.spike`` detects loss spikes.
+        skipped_steps: number of steps without an update, because gradients overflowed or the loss was a
+            spike.
+        evaluated_step: step of the last complete evaluation.
+        best: best evaluation result so far, by ``Engine.save_load.keep_best``; larger is better.
+        best_step: step of that result.
+        spikes: losses and gradient norms of the last steps, from which loss spikes are detected.
     """
 
     step: int = 0
@@ -70,8 +69,9 @@ class TrainingLength:
 
     Attributes:
         max_steps: step after which training ends.
-        eval_every, save_every: steps between evaluations and between checkpoints; 0: never.
-        steps_per_epoch: steps in one pass over the training split, maybe a fraction.
+        eval_every: steps between evaluations; 0: never evaluate.
+        save_every: steps between checkpoints; 0: save only at the end.
+        steps_per_epoch: steps in one pass over the training split, possibly a fraction.
     """
 
     max_steps: int
@@ -81,9 +81,8 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """Compute steps and intervals from the configuration and the size of the training split. With
-        ``Engine.run_mode: epoch``, they are configured in passes over the split, and DataError is raised if
-        it is smaller than a global batch."""
+        """Compute the length from the configuration and the number of samples in the training split. Raises
+        DataError if ``Engine.run_mode`` is ``epoch`` and the split is smaller than a global batch."""
         engine = cfg.Engine
         if engine.run_mode == "step":
             steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size

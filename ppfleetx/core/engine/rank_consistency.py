@@ -35,9 +35,7 @@ class Watch:
     ``Engine.checks``.
 
     Attributes:
-        pace_of_ranks: compares the step times of the ranks.
-        counts: the divisors of the loss and metrics of the current step (``StepRunner.count``), each summed
-            over the data-parallel ranks; set by :meth:`before_step`.
+        counts: the results of ``StepRunner.count`` for the current step, summed over the data-parallel ranks.
     """
 
     def __init__(
@@ -67,16 +65,9 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange facts about the next step with the other ranks: a hash of the batch or an error, stop
-        signals, token counts, and the time of the last step. Returns whether to stop before this step.
-
-        Args:
-            micro_batches, error: the batch, or the error from reading it.
-            step: the number of steps done.
-
-        Raises:
-            UserError: on all ranks, if a rank has an error or the batches of the ranks are inconsistent.
-        """
+        """Exchange stop signals, errors and facts about the next batch between all ranks. Returns whether to
+        stop before this step. Raises UserError on all ranks if a rank has an ``error`` or the batches are
+        inconsistent."""
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits
         numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]
@@ -112,8 +103,7 @@ class Watch:
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
         """Return an error message with the rank, layer and samples in which a non-finite number first
-        appeared. All ranks must call it. They repeat the passes of the step to find the layer, except with
-        ``Engine.checks: full``, which has recorded it."""
+        appeared. All ranks must call it."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids

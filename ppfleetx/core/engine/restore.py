@@ -47,10 +47,8 @@ class Start:
     """Where a run starts: from scratch, from a checkpoint's weights, or from a whole checkpoint (resume).
 
     Attributes:
-        options: the section ``Engine.save_load``.
         checkpoint: the checkpoint to load; None to start from scratch.
-        resumes: whether optimizer, schedule, data position and random generators are loaded, not only
-            weights.
+        resumes: whether to load the whole checkpoint, not only its weights.
         state: the progress to start with.
         base_fingerprint: hash of the frozen base weights of adapters, once they are loaded.
         found_by: the configuration key that led to the checkpoint, such as ``Engine.save_load.resume``.
@@ -67,11 +65,11 @@ class Start:
     def restore(
         self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load the weights and, if the run resumes, optimizer, loss scale and random generators. A run from
-        scratch loads only the frozen base weights of ``Model.lora.base``.
+        """Load the weights and, if the run resumes, optimizer, loss scale and random generators. Returns the
+        schedule to continue with.
 
-        Returns the schedule to continue with. Raises CheckpointError if the checkpoint does not fit the
-        model, data, tokenizer, optimizer or schedule.
+        Raises:
+            CheckpointError: the checkpoint does not fit the model, data, tokenizer, optimizer or schedule.
         """
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
@@ -117,8 +115,7 @@ class Start:
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
         """Load only the weights into ``runner``: for evaluation, generation and export. Raises
-        CheckpointError if they do not fit ``model``, or were trained with settings that change what a model
-        computes, such as another activation."""
+        CheckpointError if they do not fit the parameters or the settings of ``model``."""
         assert self.checkpoint is not None
         self._load_base(runner, model)
         self._load_weights(runner, model)
@@ -129,8 +126,7 @@ class Start:
         """Load the frozen base weights of adapters from ``Model.lora.base``, if it is set.
 
         Raises:
-            CheckpointError: the base weights are missing or do not fit, or the checkpoint's adapters were
-                trained on other weights.
+            CheckpointError: the base weights do not fit, or the adapters were trained on other weights.
         """
         place = None if model.lora is None else model.lora.base
         frozen = [name for name in runner.model_names() if not is_adapter_or_head(name)]
@@ -158,13 +154,8 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if only the model or only the checkpoint has fake quantization.
-        ``Engine.save_load.allow_missing`` permits the former, ``allow_extra`` the latter.
-
-        Args:
-            held: names of the model's parameters that belong to fake quantization.
-            may_be_new: whether these parameters may be missing in the checkpoint.
-        """
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization, and no option
+        allows this. ``held`` are the model's parameters for it, which may be missing with ``may_be_new``."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -219,15 +210,8 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
-    """Decide from which checkpoint a run starts. Rank 0 decides and, with ``Engine.save_load.verify``,
-    compares checksums. The other ranks open the same checkpoint.
-
-    The first of these that applies:
-        1. With ``resume``, the newest checkpoint in ``output_dir``. Does not apply if ``output_dir`` is None,
-          as for a program that does not train.
-        2. The checkpoint ``ckpt_dir``.
-        3. The weights ``init_from``.
-        4. From scratch.
+    """Find and open the checkpoint from which a run starts: the newest in ``output_dir`` (with ``resume``),
+    ``ckpt_dir`` or ``init_from``, in this order. All ranks must call it.
 
     Raises:
         CheckpointError: on all ranks, if the requested checkpoint is missing, incomplete or damaged.
@@ -295,12 +279,9 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the checkpoint from which a training run starts, and the frozen base weights of adapters. Raises
-    CheckpointError on all ranks if one of them cannot be opened.
-
-    Also returns a copy of the configuration in which ``ckpt_dir``, ``init_from`` and ``Model.lora.base`` name
-    a checkpoint, such as ``output/epoch_0_step_100``, even if the user named only ``output``.
-    """
+    """Find the checkpoint from which a training run starts, and the base weights of its adapters. Also
+    returns the configuration with their exact paths. Raises CheckpointError on all ranks if one cannot be
+    opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

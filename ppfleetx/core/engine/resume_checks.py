@@ -26,12 +26,11 @@ _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_s
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Raise CheckpointError if the checkpoint's weights were trained with other model settings that change
-    what they compute, such as another activation.
+    """Raise CheckpointError if the weights were trained with settings that make the model compute something
+    else, such as another activation.
 
     Args:
-        may_stretch: whether rotary settings may differ, as when a new run extends the context length. A
-            difference is then only logged.
+        may_stretch: whether rotary settings may differ, as when a new run extends the context length.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
@@ -72,10 +71,9 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Compare the checkpoint with the configuration of the run that resumes it. Returns the changed settings
-    that affect training, optimizer or evaluation. ``now`` has hashes of the tokenizer and of the training
-    data. Raises CheckpointError if the tokenizer differs, or if the data or the kind of optimizer state
-    differs and no option allows it."""
+    """Return the settings that changed since the checkpoint and affect training, optimizer or evaluation.
+    ``now`` has hashes of the tokenizer and of the training data. Raises CheckpointError for a change that is
+    not allowed."""
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config

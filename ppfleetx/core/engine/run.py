@@ -23,9 +23,8 @@ SOURCE = "source/"
 
 
 class Run(Protocol):
-    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``schedule``
-    (learning rate, weight decay) is None when only evaluating. ``state`` already includes the step or
-    evaluation that is passed to a callback."""
+    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``state``
+    includes the current step or evaluation. ``schedule`` is None if the engine only evaluates."""
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -52,21 +51,20 @@ class StepRecord:
 
     Attributes:
         step: number of the step, from 1.
-        epoch: pass over the training split that this step belongs to, from 0.
+        epoch: index of the current pass over the training split, from 0.
         batch: index of the step within that pass, from 0.
         loss: mean over all tokens of the global batch that count in the loss.
         lr, weight_decay: values used in this step.
         grad_norm: gradient norm before clipping.
         num_valid_tokens: number of tokens that count in the loss.
-        num_tokens: number of tokens of the whole job, including those that do not count.
-        batch_size: number of sequences of the whole job.
+        num_tokens: number of all tokens of the global batch.
+        batch_size: number of sequences of the global batch.
         data_size: number of data-parallel ranks.
         reader_cost: seconds spent waiting for data.
         batch_cost: seconds of the whole step, including that wait.
         loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether nothing was updated, because gradients overflowed or the step was a loss spike.
-        metrics: metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of one
-            corpus of a blend (``Engine.log_source_loss``).
+        metrics: metrics of the task and of the model's layers, by name.
         pruned: share of zero weights in the matrices that are pruned; None without ``Compress.Prune``.
     """
 
@@ -106,11 +104,11 @@ class EvalRecord:
     """The result of evaluating one evaluation set after ``step`` training steps.
 
     Attributes:
-        loss: mean over the tokens that count in the loss (for a classifier, over examples).
+        loss: mean over the tokens that count in the loss, or over the examples of a classifier.
         ppl: perplexity; None for a classifier.
-        num_valid_tokens: number of tokens (for a classifier, of examples) that count in the loss.
+        num_valid_tokens: number of these tokens or examples.
         metrics: the task's metrics by name.
-        outputs: a classifier's outputs, ``[examples, outputs]`` in the order of the data file.
+        outputs: outputs of a classifier, ``[examples, outputs]`` in the order of the data file.
         name: name of the evaluation set; None if ``Data.Eval.sets`` is not used.
     """
 

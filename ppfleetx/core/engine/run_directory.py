@@ -32,9 +32,8 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Raise ConfigError if a run must not start in its output directory: it would write into a checkpoint, or
-    start from scratch where another run has left files. Also refuses ``init_from`` together with
-    ``ckpt_dir``. Writes nothing."""
+    """Raise ConfigError if a run must not start in its output directory, for example because another run has
+    left files there. Writes nothing."""
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
         raise cfg.error(
@@ -116,9 +115,8 @@ def lies_in(checkpoint: Path, output_dir: Path) -> bool:
 
 
 def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
-    """Create the output directory, and lock it until ``stack`` is closed. Called on rank 0 only. Raises
-    ConfigError if the directory cannot be created, if another run is training there, or if
-    :func:`check_start` refuses it."""
+    """Create the output directory, and lock it until ``stack`` is closed. Only rank 0 may call it. Raises
+    ConfigError if the directory cannot be used."""
     check_start(cfg)
     output_dir = output_dir_of(cfg)
     busy = directory_error(cfg, "another run is training in this directory")
@@ -134,14 +132,14 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the checkpoint in ``Model.lora.base``, which has the frozen base weights of adapters; None if it
-    is not set. If it is the output directory itself and the run resumes, the run's own checkpoints with
-    adapters are skipped. Raises CheckpointError if there is no checkpoint."""
+    """Return the checkpoint ``Model.lora.base``, which has the frozen base weights of adapters; None if it is
+    not set. Raises CheckpointError if there is no checkpoint."""
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None
     output_dir = output_dir_of(cfg)
     record = read_run(output_dir) if cfg.Engine.save_load.resume else None
+    # Skip the run's own checkpoints, which have adapters.
     if record is not None and Path(place).resolve() == output_dir.resolve():
         others = [path for path in complete_checkpoints(output_dir) if _is_anothers(path, record.run)]
         if others:

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 class Saver:
     """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint.
 
-    All ranks must call the methods in the same order, and all ranks raise the same CheckpointError. With
-    ``on_save_error: stop``, a failed save raises it at once. With ``continue``, a failed save is logged, and
-    the error is raised only at the end of the run, if the last save failed.
+    All ranks must call the methods in the same order. A failed save raises the same CheckpointError on all
+    ranks. With ``on_save_error: continue``, only a failure of the last save is raised, at the end of the run.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class Saver:
             )
 
     def mark_best(self, run: Run) -> None:
-        """Mark the checkpoint of the current step as the best one: write its name to the file ``best`` in the
-        output directory. Waits until that checkpoint is complete. Does nothing if saving it failed."""
+        """Write the name of the current step's checkpoint to the file ``best`` in the output directory. Does
+        nothing if saving that checkpoint failed."""
         self.complete()
         if self._failure is not None:
             return
@@ -95,9 +94,8 @@ class Saver:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context manager around a training run: on exit, wait for the running save. Raises CheckpointError
-        if the last save failed. If only this rank fails, a save that needs other ranks is given up, because
-        they may have ended."""
+        """Context manager around a training run, which waits for the last save on exit. Raises
+        CheckpointError if that save failed."""
         try:
             yield
         except UserError:  # the same error on all ranks, so collectives still work
@@ -105,6 +103,7 @@ class Saver:
                 self._finish()
             raise
         except Exception:
+            # If only this rank fails, the others may have ended: do not wait for them.
             self._manager.abandon()
             raise
         self._finish()

@@ -24,7 +24,7 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
     """Start the watchdog before Paddle is imported, so that it also reports a job that hangs while it starts.
-    Does nothing in a user's own program, where :func:`watched` starts it later."""
+    Does nothing in a user's own program."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 

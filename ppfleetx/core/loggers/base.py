@@ -10,11 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """What a log writer learns when a run starts or resumes.
+    """The state of a run when it starts or resumes, for log writers.
 
     Attributes:
-        step: the number of steps done so far. The writer must drop its records after this step, because a
-            resumed run computes them again.
+        step: number of steps done so far. The writer must drop its records after this step.
         config: the whole configuration of the run, as JSON values.
     """
 
@@ -23,12 +22,11 @@ class LogStart:
 
 
 class LogWriter:
-    """Base class of log writers, which store the numbers of steps and evaluations by name. A writer is
-    created as ``Class(output_dir, **options)``, with the options from ``Engine.loggers``, on rank 0 and only
-    for training.
+    """Base class of log writers, which store the numbers of steps and evaluations by name.
 
-    Open files and import heavy libraries in :meth:`start`, not before. A ``UserError`` raised by any method
-    ends the run with its message. An ``OSError`` raised by :meth:`write` is only logged, once.
+    A writer is created on rank 0 as ``Class(output_dir, **options)``, with the options in ``Engine.loggers``.
+    Open files and import heavy libraries in :meth:`start`, not before. A ``UserError`` of any method ends the
+    run with its message. An ``OSError`` of :meth:`write` is only logged, once.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -47,8 +45,8 @@ class LogWriter:
         """Close the file or connection. Called once at the end of the run, even if the run fails."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the writer needs to continue its curves after a resume, such as a service's id of the
-        run. The result consists of JSON values and is stored in checkpoints."""
+        """Return what the writer needs to continue after a resume, such as a service's id of the run, as JSON
+        values. Checkpoints store it."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -16,9 +16,8 @@ CSV_FILE = "metrics.csv"
 
 
 class CsvFile(LogWriter):
-    """Writes ``metrics.csv`` in the run's directory, with a row for each logged step or evaluation: its
-    ``step``, and a column for each number. If a new number appears, the file is rewritten with another
-    column. A resumed run drops rows after the step of its checkpoint. A new run renames an existing file."""
+    """Writes ``metrics.csv``, with a row for each logged step or evaluation and a column for each number. A
+    resumed run drops the rows after the step of its checkpoint."""
 
     def __init__(self, output_dir: Path) -> None:
         super().__init__(output_dir)
@@ -81,11 +80,8 @@ class _EventFiles(LogWriter):
 
 
 class TensorBoard(_EventFiles):
-    """Writes event files for TensorBoard to ``tensorboard/`` in the run's directory. To see them:
-    ``tensorboard --logdir output/tensorboard``.
-
-    A resumed run adds a file that tells TensorBoard to ignore the records after the step of the checkpoint.
-    """
+    """Writes event files for TensorBoard to ``tensorboard/`` in the run's directory. After a resume,
+    TensorBoard ignores the records after the step of the checkpoint."""
 
     folder = "tensorboard"
 

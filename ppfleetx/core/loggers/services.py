@@ -32,11 +32,12 @@ class Wandb(_Continued):
     """Logs to Weights & Biases, offline by default. ``wandb sync`` uploads an offline run.
 
     Args:
-        output_dir: the run's directory; the files are in ``wandb/`` there.
+        output_dir: the run's directory.
         project, entity, group: see ``wandb.init``.
         name: name of the run; None: the name of ``output_dir``.
-        mode: ``offline``, ``online`` or ``disabled``; None: ``WANDB_MODE``, else ``offline``.
-        dir: directory to write to instead of ``output_dir``.
+        mode: ``offline``, ``online`` or ``disabled``; None: the value of ``WANDB_MODE``, by default
+            ``offline``.
+        dir: directory for the folder ``wandb``; None: ``output_dir``.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class MLflow(_Continued):
     """Logs to MLflow, by default to local files.
 
     Args:
-        uri: URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
+        uri: URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, by default ``mlruns/`` in
+            ``output_dir``.
         experiment: name of the experiment, which is created if necessary.
         name: name of the run; None: the name of ``output_dir``.
     """

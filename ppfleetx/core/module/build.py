@@ -18,11 +18,8 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class SourceLosses(WrappedTask):
-    """Wraps a task to also report the loss of each corpus in a blend, as the metrics ``source/NAME``.
-
-    ``source_ids [b]`` of a batch has the corpus of each sequence, as an index into ``names``. Batches without
-    it, such as those of evaluations, get no such metrics.
-    """
+    """Wraps a task to also report the loss of each corpus in a blend as a metric. ``source_ids [b]`` of a
+    batch is the index of each sequence's corpus in ``names``."""
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
         super().__init__(task)
@@ -53,8 +50,8 @@ class SourceLosses(WrappedTask):
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
-    """Build the task that ``Model.module`` names, with a teacher if ``Compress.Distill`` is set. The loss of
-    each corpus in ``sources`` becomes a metric. Raises ConfigError if there is no such task."""
+    """Build the task that ``Model.module`` names. The loss of each corpus in ``sources`` becomes a metric.
+    Raises ConfigError if there is no such task."""
     task = MODULES.make(cfg.Model.module, cfg, gives=BasicModule)
     if cfg.Compress.Distill is not None:
         from ppfleetx.compress.distill import Distillation

@@ -32,10 +32,8 @@ from ppfleetx.utils.log import get_logger
 
 
 class GPTFinetuneModule(BasicModule):
-    """Classifies a sequence, or predicts a number for it, from the hidden state of its last token.
-
-    The loss is the cross entropy, or the squared error of the number, over examples with ``loss_mask`` 1.
-    """
+    """Classifies a sequence, or predicts a number for it, from the hidden state of its last token. The loss
+    is the cross entropy or the squared error."""
 
     def __init__(self, cfg: RunConfig) -> None:
         super().__init__(cfg)
@@ -104,9 +102,8 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Callback that writes a classifier's predictions to a file after each evaluation, replacing earlier
-    ones. ``parts`` maps each evaluation set to its split of the GLUE task, such as ``dev``. The file is named
-    after the split."""
+    """Callback that writes a classifier's predictions to a file after each evaluation. The file is named
+    after the GLUE split, which ``parts`` has for each evaluation set."""
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
         self._directory, self._task, self._parts = directory, task, parts

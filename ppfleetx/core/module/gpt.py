@@ -27,12 +27,10 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """The task of scoring texts for ``Offline_Eval``, without gradients. For perplexity, ``loss`` is the
-    negative log-probability of all tokens with ``loss_mask`` 1. For the cloze test (``cloze_eval``), it is
-    the number of sequences in which the model predicts every such token. The metric ``non_finite`` is the
-    fraction of tokens whose log-probability is not finite."""
+    """The task of scoring texts for ``Offline_Eval``. ``loss`` is the negative log-probability of the scored
+    tokens or, for the cloze test, the number of sequences that are predicted correctly."""
 
-    metrics = ("non_finite",)
+    metrics = ("non_finite",)  # the fraction of tokens whose log-probability is not finite
 
     @property
     def loss_in_pieces(self) -> bool:

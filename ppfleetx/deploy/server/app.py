@@ -69,12 +69,13 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a request, which must have the content type ``application/json``: browsers do not let
-    web pages of other origins send it without a CORS preflight.
+    """Read the body of a request, which must have the content type ``application/json``.
 
-    Raises ApiError: 415 if the type is not JSON; 413 if the body is larger than ``max_bytes``; 408 if it did
-    not arrive in time; 499 if the client disconnected.
+    Raises:
+        ApiError: 415 if the type is not JSON, 413 if the body is larger than ``max_bytes``, 408 if it did not
+            arrive in time, and 499 if the client disconnected.
     """
+    # Browsers let web pages of other origins send this type only after a CORS preflight.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "send the body as JSON, with 'Content-Type: application/json'", headers=_CLOSE)

@@ -23,9 +23,8 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """Event: continuation ``index`` of the request has a new token, or has ended without any because the
-    request asked for 0 tokens. ``text`` is the new text, maybe empty. ``num_tokens`` is 1, or 0 without a
-    token."""
+    """Event: continuation ``index`` of the request has a new token, whose text may be empty. ``num_tokens``
+    is 1, or 0 if the request asked for no tokens."""
 
     index: int
     text: str
@@ -65,8 +64,7 @@ class Job:
     """One prompt of a request, with the options to run it.
 
     Attributes:
-        number: index of the prompt in its request. The random numbers depend on ``seed``, this index and the
-            number of the continuation.
+        number: index of the prompt in its request.
         first_index: number of the prompt's first continuation among all continuations of the request.
         copies: number of continuations to generate.
         num_top: number of alternatives to list with each token's log-probability; None: no log-probabilities.
@@ -93,8 +91,8 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request in the scheduler, with a job for each prompt. The scheduler calls ``deliver`` with each
-    event, in the thread of the event loop. A request with ``cancelled`` is dropped before the next step."""
+    """A request in the scheduler, with a job for each prompt. ``deliver`` gets each event, in the thread of
+    the event loop. A ``cancelled`` request ends before the next step."""
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]

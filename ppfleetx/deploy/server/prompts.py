@@ -22,7 +22,7 @@ from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
 
 class PromptReader:
     """Turns requests into lists of `Job`, one for each prompt. All methods raise ApiError 400 if a request
-    does not fit the model, for example if a prompt is too long."""
+    does not fit the model."""
 
     def __init__(
         self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, scheduler: Scheduler

@@ -78,8 +78,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _refuse_unless_empty(value: Any) -> None:
     """Raise ValueError for a parameter of OpenAI's API that the server does not support. Values without
-    effect, such as 0 or an empty list, are accepted, because some clients send them."""
-    if value not in (0, {}, "", False, []):
+    effect, such as 0, are accepted."""
+    if value not in (0, {}, "", False, []):  # some clients send these
         raise ValueError("is not supported; leave it out")
 
 

@@ -39,9 +39,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextLogprobs:
-    """Builds the ``logprobs`` objects of one completion. In a stream, each chunk has its own object, and text
-    offsets continue from chunk to chunk. They count the characters of all tokens, including a BOS token,
-    which is not in the text."""
+    """Builds the ``logprobs`` objects of one completion; in a stream, one for each chunk. Text offsets are in
+    characters, and continue from chunk to chunk."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._offset = tokenizer, 0
@@ -51,6 +50,7 @@ class TextLogprobs:
         offsets = []
         for score in scores:
             offsets.append(self._offset)
+            # Offsets also count a BOS token, which is not in the text.
             self._offset += len(self._decoder.decode(text_bytes(self._tokenizer, score.token)))
         return {
             "tokens": [token_text(self._tokenizer, score.token) for score in scores],
@@ -257,10 +257,10 @@ class Answer(ABC):
 
     async def pieces(self, answering: RequestEvents) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream as tokens are generated. If the client asked for token usage, the last
-        chunk contains it, and earlier chunks have ``"usage": null``, as in OpenAI's API."""
+        chunk contains it."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
-        unknown = {"usage": None} if with_usage else {}
+        unknown = {"usage": None} if with_usage else {}  # in earlier chunks, as in OpenAI's API
         started: set[int] = set()
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
         async for event in answering:
@@ -281,9 +281,8 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """A streaming HTTP response with the chunks of an answer as server-sent events. Headers are sent with the
-    first chunk, so an earlier error becomes a normal error response. A later error becomes an event before
-    the final ``[DONE]``."""
+    """A streaming HTTP response with an answer as server-sent events. Errors before the first chunk become
+    normal error responses, and later ones become events."""
 
     def __init__(self, answer: Answer, answering: RequestEvents, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -293,6 +292,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._answering:
             pieces = self._answer.pieces(self._answering)
+            # Headers are sent with the first chunk, so that an earlier error becomes a normal error response.
             first = await anext(pieces)
             try:
                 # The scheduler has its own time limit, but a client that does not read would block forever.

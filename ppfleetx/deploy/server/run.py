@@ -50,8 +50,7 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Raise ConfigError for options that the server does not support: an assistant model, LoRA adapters for a
-    base model that is itself a LoRA model, or an adapter with the base model's name."""
+    """Raise ConfigError for options that the server does not support, such as an assistant model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise ConfigError(
             "need a base model without Model.lora: serve the model that they were trained on",
@@ -71,8 +70,8 @@ def check_generation(cfg: RunConfig) -> None:
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
     """Read the API key from the environment variable ``Serve.api_key_env``. Returns None (no key needed) if
-    the default variable is not set. Raises ConfigError if another variable is configured but not set, or if
-    the key is empty or not ASCII."""
+    the default variable is not set. Raises ConfigError if another variable is not set, or if the key is
+    invalid."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -126,8 +125,9 @@ def build_service(
 ) -> Service:
     """Build the parts of the server, such as scheduler and chat template, around a loaded model.
 
-    Raises ConfigError if ``Serve.chat_template`` cannot be used; CheckpointError if a LoRA adapter is for
-    expert layers, or for layers that the model does not have.
+    Raises:
+        ConfigError: ``Serve.chat_template`` cannot be used.
+        CheckpointError: a LoRA adapter does not fit the model.
     """
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.messages import Metrics
@@ -237,9 +237,8 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """The uvicorn server, which also shuts down the scheduler. After the first signal, running requests
-        may finish within a time limit. The second signal ends the scheduler after its current step, the third
-        ends the process at once."""
+        """The uvicorn server, which also shuts down the scheduler. The first signal lets running requests
+        finish, the second stops them, and the third ends the process at once."""
 
         num_signals = 0
 

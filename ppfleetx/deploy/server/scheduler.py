@@ -38,8 +38,7 @@ _RETRY_SECONDS = 1
 
 class ServedModel:
     """The running batch and the prefix cache of the base model, or of the base model with one LoRA adapter.
-    ``name`` is the model name in requests and metrics. ``max_prefix_tokens`` is the size of the prefix cache
-    in positions."""
+    ``name`` is its name in requests and metrics."""
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name
@@ -59,14 +58,8 @@ class ServedModel:
 
 
 class Scheduler:
-    """Runs requests (:class:`Work`) on one model in a thread of its own, first come, first served.
-
-    Each step adds at least one token to every running sequence. The base model and each of its LoRA adapters
-    have batches of their own, which take turns within a step. Before a step, sequences of cancelled requests
-    are removed, and waiting sequences join if there is room.
-
-    Nothing else may use the model while the thread runs. ``end_ids`` are the default end tokens of a request.
-    """
+    """Runs requests (:class:`Work`) on one model in a thread of its own, first come, first served. Nothing
+    else may use the model while the thread runs. ``end_ids`` are the default end tokens of a request."""
 
     def __init__(
         self,
@@ -87,6 +80,7 @@ class Scheduler:
         self._adapters = adapters or Adapters(model)
         names = (None, *self._adapters.names)
         room = cfg.prefix_cache_tokens // len(names)
+        # Each has a batch of its own, and the batches take turns within a step.
         self._models = {name: ServedModel(model, name or cfg.model_name, room) for name in names}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -216,9 +210,8 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
-        """Run one forward pass for a model's batch of b sequences, each with up to s draft tokens. Returns
-        logits ``[1 + s, b, V]``: after the last token of each sequence, then after each of its draft tokens.
-        """
+        """Run one forward pass for a model's batch. Returns logits ``[1 + s, b, V]``: after the last token of
+        each sequence, then after each of its s draft tokens."""
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
             return model.batch.next_logits().unsqueeze(0)
@@ -231,8 +224,7 @@ class Scheduler:
         self, rows: Sequence[RunningSequence], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
         """Choose the new tokens of each sequence: the draft tokens that are accepted, and one more. Also
-        return the events for the clients. ``logits [1 + s, b, V]`` are those after the last token of each
-        sequence, then those after its s draft tokens."""
+        return the events for the clients. ``logits`` are those of :meth:`_next_logits`."""
         new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(rows)))
@@ -308,8 +300,7 @@ class Scheduler:
             self._keep(model, [not row.work.cancelled for row in model.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take prompts from the queue, in order, that can join the batch now. They must fit into the batch
-        and into one forward pass, and use the same model or LoRA adapter."""
+        """Take the prompts from the queue that can join the batch now, in order."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:

@@ -1,9 +1,7 @@
 """Tool calling: the functions that a chat request offers to the model, and the calls in the model's answer.
 
-Two formats of calls are recognized. In the first, as in Hermes, Qwen and SmolLM, a call is
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. In the second, as in Llama, the whole answer is
-such a JSON object or a list of them. In both, ``parameters`` may replace ``arguments``. If the request forces
-the model to call a tool, the answer is a list.
+A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in Hermes, Qwen and SmolLM. As in
+Llama, the whole answer may also be such a JSON object or a list of them.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
     """Return the structured output that ``tool_choice`` demands; None if the model may also answer without a
-    call. Without ``several``, only one call is allowed. Raises ValueError if ``choice`` names a tool that is
-    not in ``tools``."""
+    call. Without ``several``, only one call is allowed. Raises ValueError for an unknown tool."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -92,8 +89,8 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerText:
-    """Splits a model's answer into text and tool calls while the answer grows. An answer that calls a tool
-    not in ``names`` counts as text. At most ``most`` calls are returned (None: all)."""
+    """Splits a growing answer of a model into text and at most ``most`` tool calls (None: all). Calls of
+    tools that are not in ``names`` count as text."""
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
         self._names, self._most = names, most

@@ -24,8 +24,8 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key`` and ``value`` of the new positions to one layer's, and return the result. Shapes are
-        [rows, key/value heads, positions, head size]. Call it for layer 0, then layer 1, and so on."""
+        """Append ``key`` and ``value`` of new positions, [rows, key/value heads, positions, head size], to
+        those of one layer, and return the result. The layers must be updated in order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -36,8 +36,12 @@ class LoopCache:
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
         """Prepare the cache for an operation that runs all layers at once on a single sequence without
-        padding. Returns the column of the first new position, ``[1]``; the additive attention mask, or None;
-        and keys and values with room for ``num_new`` more columns."""
+        padding.
+
+        Returns:
+            The column of the first new position, ``[1]``; the additive attention mask, or None; and the keys
+            and values of all layers, with room for ``num_new`` more columns.
+        """
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
         penalty = None
@@ -50,12 +54,14 @@ class LoopCache:
 
 
 class RoomCache:
-    """A key/value cache for one iteration of the exported decoding loop, which writes new keys and values
-    into memory that was allocated before the loop. This avoids a copy of the whole cache per iteration.
+    """A key/value cache for one iteration of the exported decoding loop, in memory that was allocated before
+    the loop.
 
-    The keys and values ``past`` of each layer are [rows, key/value heads, allocated columns, head size]. They
-    are zero from ``column`` on, where the new ones are written in place. ``visible`` says which columns each
-    row may attend to, bool [rows, allocated columns].
+    Args:
+        past: keys and values of each layer, [rows, key/value heads, allocated columns, head size]. They must
+            be zero from ``column`` on.
+        column: the column of the new position.
+        visible: the columns that each row may attend to, bool [rows, allocated columns].
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -67,7 +73,7 @@ class RoomCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Write ``key`` and ``value`` of one new position, [rows, key/value heads, 1, head size], into the
-        memory of one layer. Call it for layer 0, then layer 1, and so on."""
+        memory of one layer. The layers must be updated in order."""
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
@@ -77,8 +83,12 @@ class RoomCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """Prepare the cache for an operation that runs all layers at once. Returns the column of the new
-        position, the additive attention mask, and the keys and values of all layers."""
+        """Prepare the cache for an operation that runs all layers at once.
+
+        Returns:
+            The column of the new position; the additive attention mask; and the keys and values of all
+            layers.
+        """
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:

@@ -1,7 +1,5 @@
-"""Expert layers (MoE) in an exported program, where the number of rows per expert is known only at run time.
-
-A row is the hidden state of one token on its way to one expert. Rows are sorted by expert.
-"""
+"""Expert layers (MoE) in an exported program. A row is the hidden state of one token for one of its experts.
+Rows are sorted by expert."""
 
 from __future__ import annotations
 
@@ -17,10 +15,12 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round
 
 
 class GroupedMatrix:
-    """The weight matrices of all experts, ``weight`` [experts, inputs, outputs], as constants of a program.
+    """The weight matrices of all experts, as constants of an exported program.
 
-    ``stored`` is the quantized layer from which they are dequantized when the program is loaded; None if the
-    model is not quantized. With ``by_cpu_ops``, our C++ operator computes the products.
+    Attributes:
+        weight: [experts, inputs, outputs].
+        stored: the quantized layer with these matrices; None if the model is not quantized.
+        by_cpu_ops: whether our C++ operator computes the products.
     """
 
     def __init__(self, weight: paddle.Tensor, stored: QuantizedGroupedLinear | None = None) -> None:
@@ -28,7 +28,7 @@ class GroupedMatrix:
 
     def begin(self) -> None:
         """Add the operations that dequantize these matrices to the program. Call it at the beginning of the
-        program and outside of branches, so that they run only once, when the program is loaded."""
+        program and outside of branches."""
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
             experts = range(weight.shape[0])
@@ -63,15 +63,21 @@ def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Ten
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply the rows of each expert by its matrix: ``x`` [rows, inputs], sorted by expert, and ``weight``
-    [experts, inputs, outputs] give [rows, outputs]. ``counts`` has the number of rows of each expert.
+    """Multiply the rows of each expert by its matrix.
 
-    Loops over the experts that have rows, so that only one matrix is copied at a time.
+    Args:
+        x: [rows, inputs], sorted by expert.
+        weight: [experts, inputs, outputs].
+        counts: number of rows of each expert.
+
+    Returns:
+        [rows, outputs].
     """
     ends = counts.cumsum(0)
     used = paddle.nonzero(counts).flatten()
     product = paddle.zeros([x.shape[0], weight.shape[2]], x.dtype)
     done = paddle.zeros([], "int64")
+    # Only the experts that have rows, one at a time, so that only one matrix is copied at a time.
     while done < used.shape[0]:
         expert = used[done]
         end = ends[expert]

@@ -1,10 +1,7 @@
 """Matrix products in an exported program: single ones, or all blocks of a quantized model in one operation.
 
-On a CPU, MKL repacks the weight matrix for every product. For a few rows, this costs as much as reading the
-matrix again. A matrix stored in *panels* needs no repacking: a panel is a group of columns, as many as a tile
-of MKL's kernel has. The result is the same, and products with 2 to 16 rows are about 1.5 times as fast. A
-single row is faster with the original matrix. Our C++ operators (ppfleetx/nn/cpu_ops) are faster still, but
-run only on machines that have compiled them.
+A matrix can be stored in *panels*, groups of adjacent columns. On a CPU, a product of 2 to 16 rows with a
+matrix in panels has the same result as with the original matrix, and is about 1.5 times as fast.
 """
 
 from __future__ import annotations
@@ -25,11 +22,13 @@ from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
-    """A weight matrix ``weight`` [inputs, outputs], a constant of an exported program.
+    """A weight matrix, as a constant of an exported program.
 
-    ``panels`` is a copy of the matrix in panels (see the module's docstring). :func:`use_panels` sets it,
-    together with ``single_axis``, the axis of size 1 of the activations. With ``by_cpu_ops``, our C++
-    operator computes the products that use panels.
+    Attributes:
+        weight: [inputs, outputs].
+        panels: a copy of the matrix in panels, which products use instead; None: use ``weight``.
+        single_axis: the axis of size 1 of the activations, if panels are used.
+        by_cpu_ops: whether our C++ operator computes the products with panels.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -39,7 +38,7 @@ class Matrix:
 
     def begin(self) -> None:
         """Add the operations that prepare this matrix to the program. Call it at the beginning of the program
-        and outside of branches, so that they run only once, when the program is loaded."""
+        and outside of branches."""
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
@@ -53,6 +52,8 @@ class Matrix:
         if self.by_cpu_ops:  # for any number of rows, although MKL is up to 10% faster from 64 rows on
             return cpu_ops.few_rows(x, self.panels, bias, columns)
         rows = x.squeeze(self.single_axis) if x.ndim == 3 else x
+        # MKL would repack the original matrix, which costs as much as reading it again. For a single row, the
+        # original is faster.
         product = times_panels(rows, self.panels)
         if columns % WIDTH:
             product = product[:, :columns]
@@ -62,12 +63,8 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A quantized (low-bit) weight matrix, a constant of an exported program.
-
-    In a program with our C++ operators, the matrix stays quantized: :meth:`begin` rearranges its integers
-    into panels, which the operators multiply by. In other programs, :meth:`begin` dequantizes it. Both happen
-    when the program is loaded.
-    """
+    """A quantized weight matrix, as a constant of an exported program. It stays quantized in a program with
+    our C++ operators, and is otherwise dequantized when the program is loaded."""
 
     def __init__(self, stored: QuantizedMatrix) -> None:
         super().__init__(stored.weight)
@@ -118,11 +115,11 @@ def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], sing
     """Choose whether products added to the program from now on use the panels or the original matrices.
 
     Args:
-        matrices: the matrices to set.
         panels: the result of :meth:`Matrix.make_panels` for each matrix. Empty: use the original matrices.
         single_axis: the axis of the activations [positions, sequences, inputs] that has size 1 when panels
-            are used: 0 for one position of many sequences, 1 for many positions of one sequence.
+            are used.
     """
+    # `single_axis` is 0 for one position of many sequences, 1 for many positions of one sequence.
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
 
@@ -157,7 +154,7 @@ class ProgramBlocks:
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
     """Combine the transformer blocks and the final norm, ``layers``, into one C++ operation. Returns None if
-    the operator is not compiled or does not support these layers, or if a linear layer is not quantized."""
+    the operator is not compiled or does not support these layers."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -167,8 +164,8 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add the operations that prepare the weights for ``blocks`` to the program. Call it after :func:`begin`
-    and outside of branches, so that they run only once. Does nothing if ``blocks`` is None."""
+    """Add the operations that prepare the weights of ``blocks`` to the program. Call it after :func:`begin`
+    and outside of branches. Does nothing if ``blocks`` is None."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 

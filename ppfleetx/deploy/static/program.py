@@ -1,7 +1,5 @@
 """The exported program: the whole decoding loop as one function of tensors, with the model and its cache.
-
-It uses the model and the logit processors of the ordinary generator, so results are the same. Options that
-users choose at run time are inputs of the program.
+Options that users choose at run time are inputs of the program.
 
 Shape letters: b rows (sequences of the batch), n longest prompt, t new tokens, V vocabulary size.
 """
@@ -56,9 +54,8 @@ from ppfleetx.nn.latent_attention import LatentAttention
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """Context manager that makes Paddle's ``to_static`` faster with two caches: a method is converted once
-    per class instead of once per layer object, and ``is_unsupported`` (Paddle's check whether to leave a
-    function unconverted) runs once per function."""
+    """Context manager that makes Paddle's ``to_static`` faster by caching. For example, each method is
+    converted once per class, not once per layer object."""
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
@@ -113,8 +110,9 @@ def save_program(
     """Export the model and the decoding loop to ``{path}.json`` and ``{path}.pdiparams``. The model must be
     whole, not sliced over ranks, and cannot be trained afterwards.
 
-    With ``use_panels``, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` are compiled, also writes a
-    second program that uses them and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+    Args:
+        use_panels: whether to also write a program with our C++ operators, if they are compiled
+            (:mod:`ppfleetx.deploy.export_dir`).
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -141,16 +139,12 @@ def _save(program: GenerationProgram, path: Path) -> None:
 
 
 class GenerationProgram(nn.Layer):
-    """The layer that is exported: it maps a batch of prompts to their continuations.
-
-    The decoding loop ends when every sequence has reached an end token or its length limit. Sequences that
-    end earlier stay in the batch; their tokens after the end are meaningless. The constructor replaces the
-    model's linear layers by layers that Paddle can export.
+    """The layer that is exported: it maps a batch of prompts to their continuations. Tokens after the end of
+    a sequence are meaningless. The constructor replaces the model's linear layers.
 
     Args:
-        use_panels: whether to also use copies of the weight matrices in panels
-            (:mod:`ppfleetx.deploy.static.linear`), which are faster on CPUs. The program makes them when it
-            is loaded.
+        use_panels: whether to use copies of the weight matrices in panels
+            (:mod:`ppfleetx.deploy.static.linear`).
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -184,8 +178,7 @@ class GenerationProgram(nn.Layer):
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """Let the program use our C++ operators: for products with matrices in panels, for top-p and, in a
-        quantized model that they support, for all transformer blocks and the final norm in one operation."""
+        """Let the program use our C++ operators where they support the model."""
         self.by_cpu_ops = True
         for matrix in (*self.matrices, *self.grouped):
             matrix.by_cpu_ops = True
@@ -207,6 +200,7 @@ class GenerationProgram(nn.Layer):
     ) -> paddle.Tensor:
         """Generate tokens for a batch of prompts. Returns the new tokens, int64 ``[b, t]``, where t is at
         most the largest of ``max_new_tokens``. The arguments are described at :data:`INPUTS`."""
+        # Not in a branch, so that the weights are prepared only once, when the program is loaded.
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
         make_weights(self.blocks)
@@ -242,12 +236,14 @@ class GenerationProgram(nn.Layer):
         sampling: tuple[paddle.Tensor, ...],
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the decoding loop for several sequences, whose first new tokens are ``token [b]``. Returns
-        prompts and new tokens, int64 [b, prompt length + new tokens].
+        """Run the decoding loop for several sequences. Returns prompts and new tokens, int64 [b, prompt
+        length + new tokens].
 
-        ``rules`` are the inputs end_ids, min_new_tokens and repetition_penalty. ``sampling`` are the inputs
-        exponentials (the random numbers), temperature, top_k and top_p; see :data:`INPUTS`. ``panels`` are
-        the copies of ``self.matrices`` in panels, or empty.
+        Args:
+            token: the first new token of each sequence, ``[b]``.
+            rules: the inputs end_ids, min_new_tokens and repetition_penalty (see :data:`INPUTS`).
+            sampling: the inputs exponentials (random numbers), temperature, top_k and top_p.
+            panels: the copies of ``self.matrices`` in panels, or empty.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -293,14 +289,14 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the decoding loop for a single sequence without padding. Returns prompt and new tokens, ``[n +
-        t]``.
+        t]``. For the other arguments, see ``_decode``.
 
-        Greedy search without a repetition penalty uses prompt lookup once there are ``min_new_tokens``
-        tokens: at most ``max_drafts [1]`` draft tokens from the sequence's own text are verified in one pass.
-        The other arguments are those of ``_decode``.
+        Args:
+            max_drafts: maximum number of draft tokens per pass for prompt lookup, ``[1]``.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
+        # Prompt lookup is for greedy search without a repetition penalty.
         max_drafts = paddle.where(
             paddle.logical_and(top_k == 1, repetition_penalty == 1.0),
             max_drafts,
@@ -340,8 +336,8 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the last token of ``history`` and k draft tokens, ``drafts [k]``, in one pass. Return the
-        likeliest next token after each of them, ``[1 + k]``, and the new cache."""
+        """Run the last token of ``history`` and k draft tokens in one pass. Return the likeliest next token
+        after each of them, ``[1 + k]``, and the new cache."""
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], drafts])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -367,10 +363,14 @@ class GenerationProgram(nn.Layer):
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model once. ``state`` has tokens and positions ``[b, s]`` and, in the pass over the
-        prompts, the first column that each row may attend to. Returns the logits and the new cache. The
-        logits are ``[b, V]`` after the last tokens or, with ``last_only=False`` and a single sequence, ``[s,
-        V]`` after each token."""
+        """Run the model once. Returns the logits and the new cache.
+
+        Args:
+            state: tokens and positions ``[b, s]`` and, for prompts, the first column that each row may attend
+                to.
+            last_only: whether to return only the logits after the last tokens, ``[b, V]``. Otherwise there
+                must be one sequence, and the logits are ``[s, V]``.
+        """
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
         state = embedding(state, cache)
@@ -439,6 +439,6 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace a ``top_p`` of 1 or more by 2, so that every token is kept. With 1, tokens could be lost,
-    because the rounded cumulative sum of probabilities can reach 1 too early."""
+    """Replace a ``top_p`` of 1 or more by 2, so that every token is kept."""
+    # With 1, tokens could be lost, because the rounded cumulative sum of probabilities can reach 1 too early.
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -1,7 +1,6 @@
 """Prompt lookup, and top-p without sorting the vocabulary, written with operations that Paddle can export.
 
-Results equal those of ``speculative_decoding`` and ``processors`` in :mod:`ppfleetx.generation`. Shape
-letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
+Shape letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find where the final tokens of a sequence occurred before. ``history`` are its token ids, at least 2.
-    Looks for the longest match of up to 3 tokens, and among equally long ones for the latest. Returns the
-    index of the match's last token, and the number of matching tokens (0: no match)."""
+    """Find where the last 1 to 3 tokens of ``history`` occurred before: the longest match, and among equally
+    long ones the latest. Returns the index of its last token, and its length (0: no match)."""
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
@@ -56,9 +54,8 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to ``probabilities [b, V]``, with the result of
-    :func:`~ppfleetx.generation.processors.nucleus`. ``top_p`` is ``[1]``. Puts the probabilities into buckets
-    by size, and sorts only the bucket in which the sum reaches ``top_p``."""
+    """Apply top-p to ``probabilities [b, V]`` without sorting all of them. ``top_p`` is ``[1]``. The result
+    is that of :func:`~ppfleetx.generation.processors.nucleus`."""
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
@@ -67,6 +64,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     # If rounding keeps the total below p, every token is kept.
     lowest = (up_to <= 0).astype("int64").sum(-1, keepdim=True)
     boundary = paddle.maximum((above >= top_p).astype("int64").sum(-1, keepdim=True), lowest)
+    # Sort only the bucket in which the sum reaches top_p.
     inside = _gathered(probabilities, bucket == boundary)
     falling = paddle.sort(inside, axis=-1, descending=True)
     _, count = last_kept(falling, top_p - paddle.take_along_axis(above, boundary, axis=1))
@@ -85,8 +83,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true, padded on the right with
-    zeros. Returns ``[b, n]``, where n is the largest number of such elements in a row."""
+    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns ``[b, n]``,
+    padded on the right with zeros."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)

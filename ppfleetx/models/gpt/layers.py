@@ -1,8 +1,7 @@
 """The layers of a GPT: embedding, block, final norm, heads.
 
-Stages pass a :class:`HiddenState` to each other as a tuple of tensors, because pipelines send tuples. The
-first stage takes ``(tokens [b, s], position_ids [b, s])``, and ``document_start [b, s]`` as a third element
-if the data has it. The last stage returns logits ``[s, b, V]``.
+The first stage takes a tuple of tokens, position ids and optionally document starts, each ``[b, s]``. The
+stages pass a :class:`HiddenState` to each other as a tuple. The last stage returns logits ``[s, b, V]``.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class HiddenState(NamedTuple):
 
     Attributes:
         hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
-        position_ids: ``[b, s]`` for rotary positions, else None. With LongRoPE, the result of
-            :func:`~ppfleetx.nn.rope.places` instead.
+        position_ids: ``[b, s]`` for rotary positions (for LongRoPE, from :func:`~ppfleetx.nn.rope.places`),
+            else None.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 
@@ -78,9 +77,8 @@ class Embedding(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """Embed the tokens of ``state``: tokens ``[b, s]``, position ids ``[b, s]`` and maybe document starts
-        ``[b, s]``. Returns a packed :class:`HiddenState`, with ``hidden [s, b, h]`` of this rank's positions.
-        """
+        """Embed the tokens ``[b, s]`` in ``state``, which also has position ids and optionally document
+        starts, both ``[b, s]``. Returns a packed :class:`HiddenState` with this rank's positions."""
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = self.embed(tokens, position_ids)
         if self.switch_length is not None:
@@ -112,7 +110,7 @@ class Block(nn.Layer):
 
     Args:
         layer_index: index of the block in the whole model.
-        recompute: granularity of activation recomputation: ``full``, ``full_attn``, ``core_attn`` or None.
+        recompute: what is recomputed in the backward pass: ``full``, ``full_attn``, ``core_attn`` or None.
         carries_positions: whether hidden states include position ids; None: only if ``rotary`` is given.
     """
 
@@ -239,9 +237,8 @@ class LanguageHead(ChunkedHead):
     def forward(
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
-        """Return the logits ``[s, b, V]`` of the hidden states in ``state`` (under tensor parallelism, this
-        rank's columns), or :class:`DeferredLogits` if the loss will compute them in chunks. With ``target``,
-        return the result of :meth:`run_pieces` instead."""
+        """Return the logits ``[s, b, V]``, or this rank's columns under tensor parallelism. For a loss in
+        chunks, return :class:`DeferredLogits`, or with ``target`` the result of :meth:`run_pieces`."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):

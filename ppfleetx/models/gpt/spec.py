@@ -180,8 +180,8 @@ class HeadSpec:
 
     Attributes:
         num_outputs: vocabulary size or number of classes. Further columns of the matrix are padding.
-        linear: the head's own matrix (``cut="whole"`` for classification), or None if the head is tied.
-        words: the word embedding that a tied head uses, or None.
+        linear: the head's own matrix; None if the head is tied.
+        words: the word embedding that a tied head uses; None if the head is not tied.
         loss_chunks: number of chunks of positions in which logits and loss are computed.
         softcap: soft cap of the logits; None: no cap.
         multiplier: factor of the logits, applied to the hidden states.
@@ -454,7 +454,7 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
     """A block of an architecture that was registered in the deprecated way, as a list of parameter shapes.
-    Its parameters are ``listed``; sizes and cost are those of a GPT block."""
+    Its sizes and cost are those of a GPT block."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -484,11 +484,11 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of which only the shape is known. All other properties are copied from ``like``,
-    the GPT block's parameter of the same name, if it has as many dimensions. Otherwise tensor parallelism
-    splits a matrix by columns and replicates a vector."""
+    """Declare a parameter of which only the shape is known. Other properties are those of ``like``, the GPT
+    block's parameter of the same name, if it has as many dimensions."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
+    # Tensor parallelism splits a matrix by columns and replicates a vector.
     is_matrix = len(shape) > 1
     mp = Shard(len(shape) - 1) if is_matrix else REPLICATE
     return dense(shape, Normal(0.0), "matrix" if is_matrix else "norm", mp=mp, partial=not is_matrix)
@@ -515,12 +515,9 @@ def trained_count(model: ModelConfig) -> int:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters. A tied head counts once.
-
-    With biases, LayerNorm, P learned positions, multi-head attention, f = 4h and a tied head, the number is
-    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, without the 2h of the final norm). L is the number
-    of layers, f the width of the MLP, and V the padded vocabulary.
-    """
+    """Return the number of parameters of the model. A tied head counts once."""
+    # With biases, LayerNorm, P learned positions, multi-head attention, f = 4h and a tied head, this is
+    # 12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al., 2021, without the 2h of the final norm).
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
@@ -544,11 +541,10 @@ def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     """Return the floating-point operations of one optimizer step over the whole job, forward and backward.
 
     Only matrix products count, with two operations per multiply-add. Attention scores count for the causal
-    half only, and recomputation does not count. The formula, Megatron-LM's, is Bs[6hfkL + 6(h(q + 2kv) + qh)L
-    + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu); for a plain GPT this is 72BLsh^2(1 + s/12h + V/12hL). q, kv
-    and f are the widths of queries, keys and the MLP; L is the number of layers, V the padded vocabulary, and
-    B the number of sequences of s tokens.
+    half only. Recomputation does not count. The formula is that of Megatron-LM.
     """
+    # Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu). q, kv and f are the widths of
+    # queries, keys and the MLP. For a plain GPT, this is 72BLsh^2(1 + s/12h + V/12hL).
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size
     scores = batch_size * seq_len**2 * sum(block.attention.score_width for block in blocks)

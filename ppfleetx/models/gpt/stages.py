@@ -43,15 +43,15 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
 
 
 def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | None = None) -> list[Stage]:
-    """Build the stages of a GPT: embedding, blocks, final norm, head. ``Model.lora`` freezes all but
-    adapters.
+    """Build the stages of a GPT: embedding, blocks, final norm, head. With ``Model.lora``, only adapters
+    train.
 
     Args:
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the table of the position embedding does not have its registered size, or the constructor
-            of ``block`` takes a shape, as in earlier versions, instead of a declaration.
+        ConfigError: the position embedding does not have its registered size, or the constructor of ``block``
+            does not take a declaration.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows

@@ -32,17 +32,16 @@ class CallbackSetup:
 
 
 class Callback:
-    """Base class of callbacks. The training loop calls the methods named ``on_...``, by default without
-    effect.
+    """Base class of callbacks. The training loop calls the ``on_...`` methods, which by default do nothing,
+    and waits until they return.
 
-    A callback is created once per process, as ``Class(setup, **options)``: ``setup`` is a
-    :class:`CallbackSetup`, and ``options`` come from ``Engine.callbacks``. It is created only on the ranks it
-    is registered for (``CallbackTraits.ranks``; by default rank 0). Callbacks are called in the order of
-    ``Engine.callbacks``, between steps, and training waits for them. A callback that does not run on all
-    ranks must not communicate with other ranks.
+    A callback is created once per process as ``Class(setup, **options)``, with a :class:`CallbackSetup` and
+    the options in ``Engine.callbacks``. The order of ``Engine.callbacks`` is the order of the calls. By
+    default a callback is created on rank 0 only (see ``CallbackTraits.ranks``). Unless it runs on all ranks,
+    it must not communicate with other ranks.
 
-    If a hook raises a ``UserError``, all ranks end the run before the next step, with that message and exit
-    code 2. Checkpoints saved so far are kept. Any other exception is a bug and ends the job with a traceback.
+    If a method raises a ``UserError``, all ranks end the run before the next step, with that message and exit
+    code 2. Any other exception ends the job with a traceback.
     """
 
     def on_fit_start(self, run: Run) -> None:
@@ -57,9 +56,8 @@ class Callback:
         """Called for each evaluation set, after all sets have been evaluated."""
 
     def on_spike(self, run: Run, spike: Spike) -> None:
-        """Called after a step whose loss or gradient norm is a spike by the rules of ``Engine.spike``. If the
-        run went back to a checkpoint, ``spike.to_step`` is its step, and ``run.state`` and the callback's own
-        state have already been restored."""
+        """Called after a step whose loss or gradient norm is a spike. If the run went back to a checkpoint,
+        ``run.state`` and the callback's own state have already been restored."""
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         """Called if slow ranks cost the job more than 5 % of the step time, at most every
@@ -70,8 +68,8 @@ class Callback:
         afterwards."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the callback needs to continue after a resume, as JSON values for each checkpoint.
-        Called on every rank where the callback runs, but only the state of rank 0 is saved."""
+        """Return what the callback needs to continue after a resume, as JSON values. Checkpoints store only
+        the state of rank 0."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -79,8 +79,8 @@ _KEPT = 4096
 
 
 class Forecast(Callback):
-    """Compares the planner's prediction with the run. Warns before the first step if the run will need more
-    memory than the card has. Logs predicted and measured memory and step time at the end."""
+    """Logs the predicted and the measured memory and step time at the end of a run. Warns before the first
+    step if the predicted memory exceeds that of the card."""
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
         self._prediction, self._named = prediction, named

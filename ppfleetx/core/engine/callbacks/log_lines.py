@@ -122,8 +122,8 @@ class MegatronLog(Periodic):
 
 
 class MindSpeedLog(Periodic):
-    """Prints steps in the format of MindSpeed, ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``,
-    without the prefix of our log. ``Time`` is the mean step time since the previous line."""
+    """Prints steps in the format of MindSpeed, ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms``.
+    ``Time`` is the mean step time since the previous line."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         scale = "" if record.loss_scale is None else f", Loss_scale: {record.loss_scale:g}"

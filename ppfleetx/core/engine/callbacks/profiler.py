@@ -26,9 +26,8 @@ _VIEWS = {
 
 
 class ProfilerCallback(Callback):
-    """Profiles the steps from ``scheduler[0]`` up to, but not including, ``scheduler[1]``, counted from the
-    first step of this process. Writes a Chrome trace to ``profiler_log/`` in the output directory, and prints
-    Paddle's summary tables."""
+    """Profiles the steps ``scheduler[0]`` to ``scheduler[1] - 1`` of this process, counted from 0. Writes a
+    Chrome trace to ``profiler_log/`` in the output directory."""
 
     def __init__(self, cfg: ProfilerConfig, output_dir: Path) -> None:
         self._cfg = cfg

@@ -128,8 +128,8 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 class MetricsFile(Recorder):
-    """Writes ``metrics.jsonl``, with one JSON object per line. A resumed run drops lines after the step of
-    its checkpoint, so the file equals that of an uninterrupted run. A new run renames an existing file."""
+    """Writes ``metrics.jsonl``, with one JSON object per line. A resumed run drops the lines after the step
+    of its checkpoint. A new run renames an existing file."""
 
     def __init__(self, path: Path, logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -183,12 +183,8 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop the records after ``step``, and an incomplete last line, from a metrics file.
-
-    Args:
-        consumed: number of samples that the resumed run has used. Records of loss spikes in later samples are
-            also dropped, because the run will read these samples again.
-    """
+    """Drop the records after ``step`` from a metrics file, and the loss spikes in samples beyond the first
+    ``consumed``."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -203,7 +199,7 @@ def _has_happened(line: str, step: int, consumed: float) -> bool:
         record = json.loads(line)
         at_step = record["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
-        return False
+        return False  # such as an incomplete last line
     samples = record.get("samples") if record.get("kind") == "spike" else None
     return at_step <= step and (not samples or samples[0] < consumed)
 
