@@ -1,7 +1,6 @@
-"""Derive the batch sizes that a configuration does not give from those that it gives.
+"""Derive the batch sizes that a configuration leaves out.
 
-Sizes count sequences: global = local x data_size, local = micro x accumulate_steps. data_size = dp x
-sharding.
+Sizes count sequences: global = local x dp x sharding, and local = micro x accumulate_steps.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ class Ramp:
     """Growth of the batch size or the sequence length in stages (Megatron-LM's ``--rampup-batch-size``).
 
     Attributes:
-        start: the size of the first steps.
-        increment: what each stage adds.
         samples: the number of training sequences after which the size is ``full``.
-        full: the final size.
     """
 
     start: int
@@ -56,9 +52,8 @@ class BatchPlan:
     """The batch sizes in sequences: of the whole job, of a data-parallel rank, and of a forward pass.
 
     Attributes:
-        accumulate_steps: the number of micro batches per data-parallel rank.
-        ramp: how the batch grows to ``global_batch_size``; None: the size is constant.
-        lengths: how the sequence length grows, in tokens; None: the length is constant.
+        ramp: how the global batch size grows; None if it is constant.
+        lengths: how the sequence length grows, in tokens; None if it is constant.
     """
 
     global_batch_size: int
@@ -92,8 +87,8 @@ def resolve_batch(
     """Derive all batch sizes, in sequences, from the ones that are set.
 
     Args:
-        data_size: number of data-parallel ranks, dp x sharding.
-        ramp: the first three values of a :class:`Ramp` for a growing batch; None: the size is constant.
+        data_size: the number of data-parallel ranks, dp x sharding.
+        ramp: start, increment and samples of a :class:`Ramp`; None: the batch size is constant.
 
     Raises:
         RuleError: the sizes contradict each other or do not divide, or none is given.
@@ -117,10 +112,9 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Check Megatron-LM's rules for a growing batch.
+    """Raise RuleError if the batch sizes of ``ramp`` break Megatron-LM's rules.
 
-    The increments must lead exactly to the full size, and each size must be a multiple of ``per_pass``, the
-    sequences of one forward pass on all ranks.
+    ``per_pass`` is the number of sequences in one forward pass on all ranks.
     """
     if not ramp.reaches_full:
         raise RuleError(

@@ -70,7 +70,6 @@ class ConfigError(UserError):
     Args:
         rule: a sentence that says what is wrong and what would be right.
         key: the dotted key, e.g. ``Model.num_layers``.
-        value: the wrong value, if there is one; the message shortens it.
         place: where the value was written, ``file:line`` or ``-o override 2``.
         hint: advice, e.g. the nearest known key.
     """

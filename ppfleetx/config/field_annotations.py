@@ -106,12 +106,11 @@ def _describe_one(part: Any) -> str:
 
 
 def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
-    """Write a sentence that suggests known keys similar to an unknown one.
+    """Write a hint for an unknown key: the most similar known keys, or else all keys of ``section``.
 
     Args:
-        path: the parts of the unknown key, e.g. ``["Model", "num_layer"]``.
+        path: the parts of the unknown key within the section ``root``.
         section: the innermost known section on the path.
-        root: the section that the path starts from.
     """
     prefix = ".".join(path[:-1])
     everywhere = all_keys(root)

@@ -1,7 +1,6 @@
 """The base class of all configuration sections, and the strict types of their fields.
 
-An integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``. Each type carries a :class:`Says`, the
-description of its values for error messages, ``docs/config.md`` and tests.
+Each type carries a :class:`Says`, which describes its values in messages and in ``docs/config.md``.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Section(BaseModel):
 class RuleError(ValueError):
     """Configuration values that are valid one by one but do not fit together.
 
-    ``keys`` are their dotted keys within the section that raises the error, the most likely wrong one first.
-    The loader turns this error into a ``ConfigError`` with the value and place of each key.
+    ``keys`` are their dotted keys within the section, the most likely wrong one first.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:

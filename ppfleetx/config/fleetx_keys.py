@@ -94,9 +94,7 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
     """Rewrite FleetX's old keys and values in ``tree``. Returns the new tree, and one warning per change.
 
-    Args:
-        is_whole: whether ``tree`` is complete: merged with its base files and overrides. Only then do the
-            rules that read several sections apply.
+    ``is_whole`` says whether ``tree`` has been merged with its base files and overrides.
     """
     tree = copy_tree(tree)
     warnings = [
@@ -106,6 +104,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
         *_drop(tree),
         *_replace_values(tree),
         *_warn_split_qkv(tree),
+        # These rules read several sections.
         *((*_task_of_program(tree), *_unlimited(tree), *_rewrite_experts(tree)) if is_whole else ()),
     ]
     return tree, tuple(warnings)
@@ -241,11 +240,7 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Rewrite keys of section ``Engine`` whose value is -1, which means "no limit" in FleetX.
-
-    This is done only if the run counts epochs. Each such key gets a value with the same meaning, or is
-    removed. Yields one warning per key.
-    """
+    """Replace -1, FleetX's "no limit", in section ``Engine`` if the run counts epochs. Yields warnings."""
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -368,11 +363,7 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
 
 
 def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """Return (values of ``Model.moe``, expert-parallel degree) for FleetX's section ``moe_configs``.
-
-    FleetX gives the number of experts per rank; ``Model.moe`` gives the number on all ranks. In FleetX, every
-    layer is a mixture of experts.
-    """
+    """Convert FleetX's section ``moe_configs``. Returns (values of ``Model.moe``, expert-parallel degree)."""
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
         raise ConfigError(
@@ -389,6 +380,7 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
         degree *= _count(f"Distributed.{key}", node)
     each = _count("Model.moe_configs.num_experts", keys["num_experts"]) if "num_experts" in keys else 1
     top_k = _count("Model.moe_configs.top_k", keys["top_k"]) if "top_k" in keys else 2
+    # FleetX gives the number of experts per rank, and every layer is a mixture of experts.
     moe = {
         "num_experts": each * degree,
         "top_k": 1 if gate == "switch" else top_k,

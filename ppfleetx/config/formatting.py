@@ -10,9 +10,7 @@ _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 def counted(count: int, noun: str, spec: str = "") -> str:
     """Write a number with its noun, in the plural where needed: ``1 process``, ``3 corpora``.
 
-    Args:
-        noun: the noun in the singular, which may have several words.
-        spec: the format of the number, as in a format string.
+    ``noun`` is in the singular. ``spec`` is the format of the number, as in a format string.
     """
     *before, last = noun.split(" ")
     if count != 1:

@@ -25,10 +25,7 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """List the options that change nothing in this run, as sentences with the reason.
-
-    Only options that the user set count, not those from a shipped file or a checkpoint's configuration.
-    """
+    """List the options set by the user that change nothing in this run, as sentences with the reason."""
     reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
         keys = [key for key in rule.keys if _is_written(cfg, key, origins)] if rule.applies(cfg) else []

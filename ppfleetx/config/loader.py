@@ -23,9 +23,7 @@ from ppfleetx.config.validate import validate
 def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
     """Read a configuration file, and merge it over the files in its ``_base_``.
 
-    A value in the file itself wins over those in its base files. Of the base files, a later one wins over an
-    earlier one. Old spellings are rewritten in each file before merging. Returns the merged tree, and the
-    warnings about old spellings.
+    Later base files win over earlier ones. Returns the merged tree, and warnings about old spellings.
 
     Raises:
         ConfigError: a file cannot be read, or the files form a circle.
@@ -39,9 +37,8 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
     """Read ``path``, merged over its base files.
 
     Args:
-        chain: the files through which ``path`` was reached. The ``_base_`` of each names the next one, and
-            the ``_base_`` of the last one names ``path``.
-        entry: the key, value and place of the ``_base_`` entry that names ``path``, for error messages.
+        chain: the files whose ``_base_`` led to ``path``, in order.
+        entry: the key, value and place of the ``_base_`` entry that names ``path``, for messages.
     """
     if path.resolve() in map(Path.resolve, chain):
         names = " -> ".join(one.name for one in (*chain, path))
@@ -80,11 +77,9 @@ def load_config(
     """Read a YAML configuration, check all of it and fill in derived values.
 
     Args:
-        path: a YAML file, a directory with a ``config.yaml`` (such as an output directory), or else the name
-            of a shipped configuration (:mod:`ppfleetx.config.shipped`).
+        path: a YAML file, a directory with a ``config.yaml``, or the name of a shipped configuration.
         overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order.
-        world_size: the number of processes, which must be the product of the parallel degrees. An unset
-            ``dp_degree`` is derived from it. None: unknown, and an unset ``dp_degree`` is 1.
+        world_size: the number of processes, from which an unset ``dp_degree`` is derived; None if unknown.
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.
@@ -94,11 +89,9 @@ def load_config(
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Check a configuration translated from another toolkit, as :func:`load_config` does, and complete it.
+    """Check and complete a configuration translated from another toolkit, as :func:`load_config` does.
 
-    Args:
-        tree: sections and keys of ppfleetx; the place of each value is in the original file.
-        warnings: warnings about the translation, for commands to log.
+    ``warnings`` are those of the translation. The result keeps them.
     """
     cfg, origins = validate(tree, RunConfig)
     return resolve(cfg, origins, tuple(warnings), world_size)

@@ -15,10 +15,10 @@ class View:
     """One arrangement of a job's ranks as a grid with named axes, for dense parameters or for experts.
 
     Attributes:
-        axes: the axes, from the slowest to the fastest changing one in the global rank.
-        tensor: the axis along which matrices are sliced. Its ranks hold equal copies of other parameters.
-        replicas: the axes over which gradients are summed, together in one reduction.
-        owners: the axis along which ZeRO sharding distributes the parameters.
+        axes: all axes, from the slowest to the fastest changing one in the global rank.
+        tensor: the axis of tensor parallelism.
+        replicas: the axes over which gradients are summed.
+        owners: the axis of ZeRO sharding.
     """
 
     axes: tuple[str, ...]
@@ -45,15 +45,10 @@ Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Divide ``ranks`` into small groups for a collective in two levels: between nodes, and within a node.
+    """Split ``ranks`` into groups between nodes and groups within a node, for a collective in two levels.
 
-    Returns (groups between nodes, groups within a node). A group between nodes has one rank of each node: the
-    first ranks of all nodes, then the second ranks, and so on. A group within a node has all ``ranks`` that
-    are on this node. Returns None if all ``ranks`` are on one node, if every node has only one of them, or if
-    some nodes have more of them than others.
-
-    Args:
-        per_node: the number of ranks of the job on each node. Ranks are numbered node by node.
+    Returns both lists of groups, or None if ``ranks`` cannot be divided into two levels. ``per_node`` is the
+    number of ranks of the job on a node.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)
@@ -77,7 +72,7 @@ def view_of(axes: Collection[str]) -> View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a parallel plan as two grids: for dense parameters, and for experts (see :class:`View`).
+    """The ranks of a parallel plan as two grids: for dense parameters, and for experts.
 
     Raises:
         ValueError: ep x emp does not divide the number of ranks of a pipeline stage.

@@ -9,11 +9,10 @@ Part = Literal["F", "B", "W"]
 
 
 class Pass(NamedTuple):
-    """One unit of work on a pipeline rank, for one micro batch.
+    """One pass of a micro batch on a pipeline rank.
 
     Attributes:
-        part: ``F``: forward pass; ``B``: gradients of inputs; ``W``: gradients of weights.
-        micro: the index of the micro batch, from 0.
+        part: ``F`` for the forward pass, ``B`` for gradients of inputs, ``W`` for gradients of weights.
     """
 
     part: Part
@@ -23,7 +22,7 @@ class Pass(NamedTuple):
 def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
     """List the passes of one step on pipeline rank ``stage``, in order.
 
-    In the schedule ``1f1b`` (Narayanan et al. 2021), ``B`` is the whole backward pass, and there is no ``W``.
+    In the schedule ``1f1b`` (Narayanan et al. 2021), ``B`` is the whole backward pass.
     """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
@@ -31,11 +30,6 @@ def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batc
 
 def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
     """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1.
-
-    Forward passes (F) and input gradients (B) have the order of 1F1B. The weight gradients (W) of a micro
-    batch follow later: rank ``stage`` first computes B for ``stage`` more micro batches. So the last W fill
-    the time at the end of the step in which ranks wait under 1F1B. No rank holds the activations of more
-    micro batches than the first rank does under 1F1B.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
     """
@@ -47,6 +41,8 @@ def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[P
             order.append(Pass("F", ahead + micro))
         order.append(Pass("B", micro))
         waiting += 1
+        # Weight gradients are computed ``stage`` micro batches later, so that the last ones fill the time at
+        # the end of the step in which ranks would wait.
         if waiting > stage:
             order.append(Pass("W", micro + 1 - waiting))
             waiting -= 1

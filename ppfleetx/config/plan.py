@@ -61,8 +61,8 @@ class ParallelPlan:
     """The degree of each kind of parallelism in a job.
 
     Attributes:
-        pp_layers: the number of layers of each pipeline chunk (see :attr:`num_chunks`); None: equal chunks.
-        ep: the number of ranks, within a pipeline stage, among which the experts of a layer are divided.
+        pp_layers: the number of layers of each pipeline chunk; None: equal chunks.
+        ep: the number of ranks among which the experts of a layer are divided.
         expert_mp: the number of ranks that slice each expert's matrices; None: ``mp``.
     """
 
@@ -153,9 +153,9 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a model and its batches that a parallel plan must divide evenly. None: unknown.
+    """The sizes of a model and its batches that a parallel plan must divide evenly.
 
-    Rules that need an unknown size are skipped. ``num_experts`` of a dense model is 0.
+    A size of None is unknown and is not checked. ``num_experts`` of a dense model is 0.
     """
 
     num_layers: int | None = None
@@ -174,7 +174,7 @@ class PlanRule:
     """One condition that a legal parallel plan satisfies for a workload.
 
     Attributes:
-        reads: the fields of plan and workload that the condition needs, the most likely wrong one first.
+        reads: the fields that the condition needs, the most likely wrong one first.
         sentence: the condition in words, with format fields for the numbers.
     """
 
@@ -312,9 +312,7 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
     """List the legal parallel plans of ``world_size`` processes for the sizes in ``work``.
 
-    All combinations of degrees, sharding stages and sequence parallelism are listed, with one or two virtual
-    stages. There are no plans with ``pp_layers``, expert parallelism or ZB-H1. Offload to host memory is
-    listed only for a few plans, which :func:`_offloads` selects.
+    The plans have at most two virtual stages, and no ``pp_layers``, expert parallelism or ZB-H1.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -361,21 +359,15 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Return a legal plan of ``world_size`` processes with degrees close to those of ``plan``, or None.
+    """Return a legal plan of ``world_size`` processes that is close to ``plan``, or None if none is found.
 
-    The distance between two plans counts how often each degree is doubled or halved. The degree dp has the
-    lowest weight, because it does not change how the model is cut.
-
-    First, plans that have the same sep degree, sharding stage, sequence parallelism, virtual stages and
-    pipeline schedule as ``plan`` are tried, from the nearest to the farthest. If none of them is legal, plans
-    with other settings are tried, and finally pure data parallelism. If that is not legal either, the result
-    is None. Of all combinations of degrees, only the few thousand nearest are tried. Expert parallelism and
-    offload are added to the result if ``plan`` has them and they are legal.
+    Plans that differ from ``plan`` only in degrees are preferred.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
     same = (ParallelPlan(*degrees, **kept) for degrees in near if degrees[-1] == plan.sep)
     every = (option for degrees in near[:_MAX_VARIED] for option in _with_options(ParallelPlan(*degrees)))
+    # First plans with the same settings, then with others, then pure data parallelism.
     candidates = chain(
         (one for one in same if one.sharding > 1 or one.sharding_stage == 1),
         (one for one in every if not one.sharding_offload),

@@ -1,7 +1,7 @@
 """The registries of the parts that a configuration names (optimizers, datasets, norms, ...).
 
-``docs/extending.md`` shows how to add parts. A configuration is validated before Paddle is imported, so
-built-in parts are registered by their import paths, with traits, the facts that validation needs.
+Traits are the facts about a part that must be known before Paddle is imported. ``docs/extending.md`` shows
+how to add parts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ class CallbackTraits:
     """What must be known about a callback of the training loop before it is imported.
 
     Attributes:
-        ranks: the ranks that the callback runs on. ``main``: only rank 0, which writes files. ``loss``: rank
-            0 and, in a pipeline, a rank that computes the loss, so that the log of this rank shows the loss.
-            ``all``: every rank, so that the callback may communicate.
+        ranks: ``main``: rank 0; ``loss``: rank 0 and a rank that computes the loss; ``all``: every rank.
     """
 
     ranks: Literal["main", "loss", "all"] = "main"
@@ -34,7 +32,7 @@ class LoggerTraits:
     Attributes:
         package: the library that the writer imports, or None.
         extra: the pip extra of ppfleetx that installs the library.
-        options: the option names that the writer accepts; None: the writer itself checks them when created.
+        options: the option names that the writer accepts; None: the writer checks them itself.
         callback: the callback that does the writing, for a logger that is not a ``LogWriter``.
     """
 
@@ -51,15 +49,13 @@ class ModuleTraits:
     Attributes:
         trains: whether ``ppfleetx train`` can run the task.
         continues_text: whether the network scores the next token, so it can generate, be exported and served.
-        classifies: whether the task is a GLUE task: the network ends in a head of ``Model.num_classes``
-            outputs instead of a vocabulary, and predictions, also for ``Data.Test``, are written to a file.
-        has_metrics: whether an evaluation computes metrics besides the loss. Their mean may choose the best
-            checkpoint (``Engine.save_load.keep_best: metric``).
+        classifies: whether the task is a GLUE task, with a head of ``Model.num_classes`` outputs.
+        has_metrics: whether an evaluation computes metrics besides the loss.
         offline_evaluation: whether ``ppfleetx eval`` uses the task for section ``Offline_Eval``.
-        for_generation: whether the task generates, so ``Generation.max_dec_len`` must fit into the positions.
+        for_generation: whether the task generates text, so ``Generation.max_dec_len`` is checked.
         refused_axes: the axes of a parallel plan that the task does not support, e.g. ``("pp", "sep")``.
-        measure: deprecated, use ``BasicModule.evaluator``: a function, or its ``package.module:attribute``,
-            that is called with ``(module, ctx, has_labels=...)`` and returns an evaluator.
+        measure: deprecated, use ``BasicModule.evaluator``: a function that is called with ``(module, ctx,
+            has_labels=...)`` and returns an evaluator, or its ``package.module:attribute``.
     """
 
     trains: bool = True
@@ -77,11 +73,10 @@ class ArchitectureTraits:
     """What must be known about a network architecture (``Model.name``) before it is imported.
 
     Attributes:
-        spec: a function, or its ``package.module:attribute``, that makes the ``ModelSpec``
-            (``ppfleetx/models/gpt/spec.py``) from the section ``Model``; None: GPT's.
+        spec: a function, or its ``package.module:attribute``, that makes the ``ModelSpec`` from the section
+            ``Model``; None: GPT's.
         metrics: the names of the metrics that the layers report (``ppfleetx/nn/aux_loss.py``).
-        layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer, ``{name:
-            ParamSpec}`` or ``{name: global shape}``.
+        layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer.
     """
 
     spec: str | Callable[[Any], Any] | None = None
@@ -94,7 +89,7 @@ class NormTraits:
     """What must be known about a normalization layer before it is imported.
 
     Attributes:
-        parameters: which of ``weight`` and ``bias`` the norm has; each is a vector of the normalized width.
+        parameters: which of ``weight`` and ``bias`` the norm has.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -107,7 +102,7 @@ class ActivationTraits:
     """What must be known about an activation function before it is imported.
 
     Attributes:
-        gated: whether it has a gate, as SwiGLU does, which doubles the width of the MLP's first layer.
+        gated: whether it has a gate, as SwiGLU does.
     """
 
     gated: bool = False
@@ -119,7 +114,7 @@ class PositionTraits:
 
     Attributes:
         has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added to the input.
-        rotates: whether attention rotates queries and keys, which needs an even head width.
+        rotates: whether attention rotates queries and keys (RoPE).
         biases: whether attention scores get biases that are linear in the distance (ALiBi).
     """
 
@@ -133,10 +128,8 @@ class OptimizerTraits:
     """What must be known about an optimizer before it is imported.
 
     Attributes:
-        states: the number of float32 states per parameter (2 for AdamW, which keeps two moments). Each state
-            has the shape of the parameter.
-        matrix_states: the number of states for the weight matrices of the transformer blocks; None: the same
-            as ``states``.
+        states: the number of float32 states per parameter, such as 2 for AdamW.
+        matrix_states: the number for the weight matrices of the transformer blocks; None: ``states``.
         reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
     """
@@ -163,13 +156,10 @@ class DatasetTraits:
     """What must be known about a dataset class before it is imported.
 
     Attributes:
-        kind: the kind of data. ``corpus``: samples are cut from files of token ids. For training, the dataset
-            itself orders and repeats the samples. Evaluation and test read as many batches as configured
-            (``Engine.eval_iters``, ``Engine.test_iters``). ``texts``: samples are records of text files in
-            one directory, encoded by ``Data.tokenizer``. ``own``: anything else. The dataset decides what
-            ``input_dir`` and ``split`` mean. For ``texts`` and ``own``, evaluation and test read all samples.
-        shuffled: for ``texts`` and ``own``, whether each pass over the training data has a new random order,
-            which takes 8 bytes per sample; False: samples are read by ascending index.
+        kind: ``corpus`` if samples are cut from files of token ids, ``texts`` if they are records of text
+            files, ``own`` for anything else. Evaluation reads a configured number of batches of a ``corpus``,
+            and all samples of the other kinds.
+        shuffled: for ``texts`` and ``own``, whether each pass over the training data has a new random order.
         num_outputs: the number of classes of a GLUE task (1 if it predicts a number), otherwise None.
         options: the names that the dataset accepts in ``dataset.options``.
     """

@@ -1,8 +1,6 @@
 """Registries map names in a configuration to parts of the program, such as optimizers and datasets.
 
-There is one :class:`Registry` for each kind of part, in ``ppfleetx/config/registries.py``. Built-in parts and
-plugins register alike. A part may be registered as the text ``package.module:attribute``, because names and
-traits must be known before Paddle is imported.
+There is one :class:`Registry` for each kind of part, in ``ppfleetx/config/registries.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Entry(Generic[TraitsT]):
 class Registry(Generic[TargetT, TraitsT]):
     """All registered parts of one kind, such as all optimizers, by name.
 
-    Looking up an unknown name raises a ConfigError that suggests the nearest names.
+    Looking up an unknown name raises a ConfigError.
 
     Args:
         what: the kind of part, for messages: ``an optimizer``.
@@ -60,9 +58,8 @@ class Registry(Generic[TargetT, TraitsT]):
         """Register a part, such as an optimizer class, under a name. Without ``target`` this is a decorator.
 
         Args:
-            name: the name of the part in configurations.
             target: the part, or the text ``package.module:attribute`` that names it.
-            traits: facts about the part that the configuration needs before it is imported.
+            traits: facts about the part that must be known before it is imported.
 
         Raises:
             ConfigError: the name is taken or has spaces, or the traits are of the wrong type.
@@ -100,11 +97,9 @@ class Registry(Generic[TargetT, TraitsT]):
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
         """Call the part with this name and return the result, e.g. an optimizer object.
 
-        Args:
-            gives: the required type of the result; None for any.
-
         Raises:
-            ConfigError: there is no such part, it refuses these arguments, or its result has another type.
+            ConfigError: there is no such part, it refuses the arguments, or its result is not of type
+                ``gives``.
         """
         part = self.load(name)
         self._check_call(name, part, *arguments)
@@ -183,7 +178,7 @@ def _described(part: Any) -> str:
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that ``package.module:attribute`` names. A ``target`` that is no text is returned.
+    """Import the object that ``package.module:attribute`` names. Any other object is returned as it is.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text has another form.

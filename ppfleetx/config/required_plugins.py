@@ -1,7 +1,6 @@
 """Keep the list of plugins that the user has named, and refuse a configuration that needs others.
 
-Importing a plugin runs its code, so only the command line and the environment can name one.
-``Global.plugins`` in a YAML file or a checkpoint's configuration is only compared with these names.
+Only the command line and the environment can name a plugin, because importing it runs its code.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ def resolve(
 
     Args:
         origins: where each value was written, by dotted key.
-        warnings: warnings from reading the configuration, which the result keeps.
         world_size: the number of processes of the job; None: unknown.
 
     Raises:

@@ -154,11 +154,7 @@ _OUTSIDE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_bas
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs between two configurations, with its values ``then`` and ``now``.
-
-    If a section that contains the key is null in one of the configurations, this section and its values are
-    given instead.
-    """
+    """A key whose value differs between two configurations, with its values ``then`` and ``now``."""
 
     key: str
     then: Any
@@ -181,7 +177,7 @@ def effect_of(key: str) -> Effect:
 def keys_of(effect: Effect) -> list[str]:
     """List the keys with this effect on a resumed run.
 
-    A section in the list stands for all keys in it, except those with an entry of their own in the table.
+    A section in the list stands for those of its keys that have no entry of their own.
     """
     return [key for key, found in _EFFECTS.items() if found is effect]
 
@@ -199,10 +195,9 @@ def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[
 def network(
     model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
 ) -> dict[str, Any]:
-    """The keys of section ``Model`` that determine the network, with their values, but without adapters.
+    """The keys and values of section ``Model`` that determine the network, without adapters.
 
-    Two models have the same network if these mappings are equal: a null is replaced by the value that it
-    stands for, and a key without effect on this network has the value None.
+    Two models have the same network if these mappings are equal.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -217,10 +212,7 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """Return the first key at which two values of ``key`` differ, with its two values.
-
-    If both values are sections, this is a key in these sections. Otherwise it is ``key`` itself.
-    """
+    """Return the first key at which two values of ``key`` differ. For sections, it is a key in them."""
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
         key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
@@ -230,8 +222,7 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
     """List the configuration keys with the given effects that differ between a checkpoint and ``cfg``.
 
-    Args:
-        saved: the configuration in the checkpoint's manifest. A key that it lacks had its default.
+    ``saved`` is the configuration in the checkpoint's manifest.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)

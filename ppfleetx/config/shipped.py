@@ -29,15 +29,12 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """Return the path of the configuration that option ``-c`` names.
+    """Return the path that ``given`` names: an existing file or directory, or a shipped configuration.
 
-    If a file or directory ``given`` exists, it is returned. Otherwise ``given`` is taken as the name of a
-    shipped file. Its folder (``gpt/``) and the ending ``.yaml`` may be left out, and ``configs/`` may precede
-    it. If no shipped file has this name, but ``given`` is an absolute path or ends in ``.yaml`` or ``.yml``,
-    it is returned, too; reading it then reports that it does not exist.
+    The folder and the ending ``.yaml`` of a shipped configuration may be left out.
 
     Raises:
-        ConfigError: ``given`` is none of these.
+        ConfigError: ``given`` is none of these, and does not look like the path of a file.
     """
     given = Path(given)
     if os.path.lexists(given):
@@ -52,7 +49,7 @@ def find_config(given: str | Path) -> Path:
     if found is not None:
         return found
     if given.is_absolute() or given.suffix in (_SUFFIX, ".yml"):
-        return given
+        return given  # reading it reports that it does not exist
     near = difflib.get_close_matches(bare, known, n=3, cutoff=0.4)
     near = near or [name for name in known if bare and bare.lower() in name.lower()][:3]
     meant = f"The nearest are {', '.join(near)}; " if near else ""
@@ -79,8 +76,7 @@ def purpose(path: Path) -> str:
 def copy_config(name: str, directory: Path) -> list[Path]:
     """Copy a shipped configuration file and its ``_base_`` files into ``directory``.
 
-    Returns the files that were written. A file that already exists with the same content is not written
-    again, and is not returned.
+    Returns the files written. Files that already have the same content are not among them.
 
     Raises:
         ConfigError: the file is not a shipped one, a target exists with other content, or writing failed.

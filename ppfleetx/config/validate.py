@@ -30,7 +30,7 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
     """Build the typed configuration from ``tree``. Also returns where every value was written, by dotted key.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is wrong. The message lists up to 8 errors.
+        ConfigError: a key is unknown or missing, or a value is wrong.
     """
     origins: dict[str, str] = {}
     plain = _to_plain(tree, root, "", origins)
@@ -42,7 +42,7 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
-    """Build one section from values that do not come from a file, such as arguments in Python.
+    """Build one section from values that do not come from a file.
 
     Raises:
         ConfigError: as in :func:`validate`, but keys in the message are relative to the section.
@@ -73,10 +73,9 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Convert ``node``, the value of ``key``, to plain Python values.
+    """Convert ``node`` to plain Python values for a field of type ``annotation``.
 
-    ``annotation`` is the type of the field that gets the value. A text field gets an unquoted scalar as it
-    was written. The place of each value is added to ``origins``.
+    The place of each value is added to ``origins``.
     """
     if key:
         origins[key] = node.place
@@ -95,6 +94,7 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
         # An empty section means that all its keys have their defaults.
         is_plain_section = isinstance(annotation, type) and issubclass(annotation, Section)
         return {} if is_plain_section else None
+    # A text field gets an unquoted scalar as it was written.
     if node.text is not None and annotation is not None and is_text_only(annotation):
         return node.text
     return node.value

@@ -122,7 +122,7 @@ class MemorySaving:
     Attributes:
         options: the command-line options that make this change.
         saves: bytes saved on the rank with the most memory.
-        costs: how much longer a step takes, as a fraction of its time; at least 0.
+        costs: how much longer a step takes, as a fraction of its time.
     """
 
     options: str

@@ -45,16 +45,13 @@ class Observed:
 
 
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
-    """Fit the constants of the cluster's card to the step times that runs measured. Returns the fitted card,
-    and a text that compares the errors before and after.
+    """Fit the constants of the cluster's card to the step times that runs measured.
 
-    The fit minimizes the squared difference between the logarithms of predicted and measured times. With one
-    run, only the efficiencies of computation change, by a common factor. With more runs, latencies and the
-    speeds of links and network change too, but a penalty keeps them near the given values.
+    Returns the fitted card, and a text that compares the errors before and after.
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
-        target: the file to write the card to; None: write no file.
+        target: the file to write the card to, or None.
 
     Raises:
         ConfigError: a directory does not belong to a run, or the run has too few steps.

@@ -109,12 +109,11 @@ class Card(Section):
 
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
-    """Load the description of a card.
+    """Load the description of an accelerator card.
 
     Args:
         name: a card in ``cards.yaml``, or a YAML file that describes exactly one card.
-        key: the option or configuration key that named the card, for messages.
-        asked_in: the place where that key was set, for messages.
+        key, asked_in: the option or configuration key that named the card, and its place, for messages.
 
     Raises:
         ConfigError: there is no such card or file, or the file does not describe one card.

@@ -1,7 +1,6 @@
 """Predict the time of collectives and messages on a cluster: bytes over bandwidth, plus a latency.
 
-A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005);
-an all-reduce does so twice. Ranks within a node use its links. All ranks of a node share its network.
+Collectives are assumed to run as rings (Thakur et al. 2005).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Cluster:
     Attributes:
         per_node: the number of cards in a node.
         network: bytes/s that a node sends over all its network interfaces; 0: as in the card's description.
-        axes: the parallel axes in the order in which ranks are numbered, the fastest changing one last. The
-            default is Paddle fleet's order.
+        axes: the parallel axes, from the slowest to the fastest changing one in the global rank.
     """
 
     card: Card
@@ -49,12 +47,10 @@ class Cluster:
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
-        """Return the factor by which a step takes longer because all nodes wait for the slowest one.
-
-        Node times are assumed to be normally distributed, with a standard deviation of ``card.jitter`` times
-        the step. The slowest of n nodes is then about sqrt(2 ln n) standard deviations above the mean.
-        """
+        """Return the factor by which a step takes longer because all nodes wait for the slowest one."""
         nodes = max(1.0, num_cards / self.per_node)
+        # Of n normally distributed node times, the longest is about sqrt(2 ln n) standard deviations above
+        # the mean.
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
 
 
@@ -64,7 +60,7 @@ class Group:
 
     Attributes:
         inside: the number of the group's ranks in one node.
-        sharing: the number of groups of the same parallel axis that share a node's network.
+        sharing: the number of groups of the same axis that share a node's network.
     """
 
     size: int
@@ -103,12 +99,9 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return the number of tensor-parallel groups of a node that use its network independently of each other.
-
-    Groups in different data-parallel replicas are not synchronized within a step if the pipelines cross
-    nodes. In this case, the result is the number of tensor-parallel groups on a node. Otherwise all groups
-    communicate at the same time, and the result is 1. Without tensor parallelism, the result is 1, too.
-    """
+    """Return the number of tensor-parallel groups of a node that use its network independently."""
+    # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
+    # the same time.
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 
@@ -119,20 +112,14 @@ def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> floa
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Return the time of an all-gather whose result has ``num_bytes``.
-
-    A reduce-scatter of as many bytes takes the same time. So do the two operations of sharding: the reduction
-    of gradients to their owners, and the broadcast of updated parameters.
-    """
+    """Return the time of an all-gather or reduce-scatter; ``num_bytes`` is the size of the whole tensor."""
     return _one_way(num_bytes, group, cluster)
 
 
 def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, levels: int = 1) -> float:
     """Return the time of an all-to-all in which every rank sends ``num_bytes`` in total, evenly to all ranks.
 
-    Args:
-        levels: 1: every rank sends to every other rank. 2: all data for a node goes in one message and is
-            distributed within the node (``nn/expert_exchange.py``), so the network carries fewer messages.
+    With ``levels`` 2, ranks exchange data between nodes and then within a node (``nn/expert_exchange.py``).
     """
     if group.size == 1:
         return 0.0
@@ -163,13 +150,11 @@ def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) 
 
 
 def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:
-    """Return the time for one rank to send an activation of ``num_bytes`` to the next pipeline stage.
-
-    The ranks of a node send at the same time, so they share its network.
-    """
+    """Return the time for one rank to send an activation of ``num_bytes`` to the next pipeline stage."""
     group, card = group_of(plan, "pp", cluster), cluster.card
     if not group.leaves_node:
         return num_bytes / card.link_bandwidth(2) + card.link_latency_us / 2 * _MICRO
+    # The ranks of a node send at the same time.
     return num_bytes * group.sharing / cluster.node_bandwidth + card.network_latency_us * _MICRO
 
 

@@ -32,9 +32,8 @@ class Precision:
     """The data types of a training step.
 
     Attributes:
-        compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
-        lowers_parameters: whether parameters have the type ``compute`` too, with float32 master copies (level
-            O2 of Paddle's mixed precision).
+        compute: the type of activations and matrix products, e.g. ``bfloat16``.
+        lowers_parameters: whether parameters have the type ``compute``, too, with float32 master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
     """
 
@@ -68,11 +67,9 @@ class Overlap:
     """Which communication overlaps with computation.
 
     Attributes:
-        bucket_bytes: the approximate size of the messages that carry gradients during the last backward pass;
-            None: gradients are sent after the pass.
-        values: whether parameters are sent during a forward pass: the updated ones under sharding stages 1
-            and 2, those of the next layer under stage 3.
-        messages: whether pipeline stages compute while their messages are sent (``overlap_p2p_comm``).
+        bucket_bytes: the size of gradient messages during the backward pass; None: gradients do not overlap.
+        values: whether sharded parameters are sent during a forward pass.
+        messages: whether pipeline stages compute while their messages are sent.
     """
 
     bucket_bytes: float | None = None
@@ -84,25 +81,17 @@ class Overlap:
 class Job:
     """What the planner predicts: the training of a model with given batch sizes under one parallel plan.
 
-    Some attributes exist only to reproduce published runs of other programs, which the constants in
-    ``cards.yaml`` were fitted to.
-
     Attributes:
-        model: shapes and options, except sequence parallelism (see ``plan``) and recompute (see
-            ``recomputed``).
+        model: the model, except its sequence parallelism (see ``plan``) and recompute (see ``recomputed``).
         micro_batch: sequences in one forward pass of a data-parallel rank.
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.
-        moments: mean number of optimizer states per trained parameter (2 for AdamW, 0 for SGD).
-        flash: whether attention uses a fused kernel (flash attention).
-        async_save: whether host memory holds a copy of a checkpoint while it is written.
-        kernels: whose operations to count: ours on a CPU (``cpu``), a GPU (``gpu``) or the device of a Paddle
-            plugin (``plugin``), or those of Megatron-LM and PaddleFleetX (``fused``).
-        flat_states: whether sharding cuts optimizer states into equal parts, as DeepSpeed's ZeRO does. This
-            engine assigns whole parameters to ranks instead.
+        moments: mean number of optimizer states per trained parameter, such as 2 for AdamW.
+        flash: whether attention uses flash attention.
+        async_save: whether checkpoints are written in the background, from a copy in host memory.
+        kernels: the implementation to predict, ours for a kind of device or Megatron-LM's (``fused``).
+        flat_states: whether sharding cuts optimizer states into equal parts, as DeepSpeed's ZeRO does.
         fragments: share of the allocated memory lost to fragmentation; None: the default for ``kernels``.
-        overlap: which communication overlaps with computation.
-        compress: fake quantization or quantized weights, which change the model's parameters.
     """
 
     model: ModelConfig
@@ -151,13 +140,9 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which an activation is divided to be sent to the next pipeline stage.
-
-        It is ``mp`` if each tensor-parallel rank holds the whole activation and sends one part of it. It is 1
-        if each rank sends everything that it holds. This is so under sequence parallelism, with ZB-H1, and
-        with overlapped messages.
-        """
+        """The number of parts into which an activation is divided to be sent to the next pipeline stage."""
         plan = self.plan
+        # If ranks hold the same activation, each sends one part of it.
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
 
@@ -168,13 +153,11 @@ class Job:
 
     @property
     def forwards_first(self) -> bool:
-        """Whether a pipeline with virtual stages runs all forward passes before the first backward pass.
-
-        Paddle does so if a step has fewer than 2 pp micro batches. Megatron-LM does so if it has exactly pp.
-        """
+        """Whether a pipeline with virtual stages runs all forward passes before the first backward pass."""
         plan = self.plan
         if plan.virtual_pp_degree == 1:
             return False
+        # Megatron-LM does so if a step has exactly pp micro batches, Paddle if it has fewer than 2 pp.
         return self.accumulate == plan.pp if self.kernels == "fused" else self.accumulate < 2 * plan.pp
 
     @property

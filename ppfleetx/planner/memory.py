@@ -1,8 +1,4 @@
-"""Predict the memory that a rank of each pipeline stage needs on its card and on its host, part by part.
-
-A layer's declaration says which activations it keeps. This module computes which layers, micro batches and
-gradients are in memory at the same time.
-"""
+"""Predict the memory that a rank of each pipeline stage needs on its card and on its host, part by part."""
 
 from __future__ import annotations
 
@@ -32,16 +28,16 @@ class StageMemory:
         parameters: parameters in the data type of the passes.
         gradients: gradients that exist at the peak.
         masters: float32 master copies of 16-bit parameters.
-        activations: activations kept for the backward passes of all micro batches in flight.
+        activations: activations kept for backward passes.
         logits: logits, and the tensors that the loss keeps.
-        temporary: recomputed layers, gradients of activations and fetched parameters at the peak.
+        temporary: tensors that exist only during one pass.
         buffers: packed gradients that are being sent.
         context: memory of the driver and libraries.
         fragments: memory lost to fragmentation.
         host: host memory for offloaded states and background checkpoints.
         whole_gradients: gradients kept when the last backward pass ends.
-        start: the peak while the model is built, with context and fragments.
-        save: the peak while a checkpoint is saved between steps.
+        start: the peak while the model is built.
+        save: the peak while a checkpoint is saved.
     """
 
     parameters: float
@@ -129,12 +125,9 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """Return the peak bytes while the model is built; ``kept`` are the bytes that the finished model needs.
-
-    While a 16-bit parameter is initialized, its float32 values are in memory too. Usually they stay there as
-    the master copy, which ``kept`` includes. They add to the peak only if the master copy is kept in host
-    memory or on another rank (``parallel/parallelize.py``).
-    """
+    """Return the peak bytes while the model is built, which needs ``kept`` bytes when it is finished."""
+    # A 16-bit parameter is initialized in float32. These values add to the peak only if they do not stay as
+    # the master copy, which ``kept`` includes.
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)  # Paddle creates a layer in float32
@@ -165,14 +158,10 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 
 
 def _kept_gradients(job: Job, held: Held) -> int:
-    """Return the number of gradient elements on a rank when the last backward pass ends.
-
-    Without sharding and under sharding stage 1, the rank has the gradients of all its trained parameters.
-    Under sharding stages 2 and 3, it has the gradients of the parameters that it owns. In addition, it has
-    the gradients in those buckets that are not yet full.
-    """
+    """Return the number of gradient elements on a rank when the last backward pass ends."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
+    # Gradients of other owners stay in buckets that are not yet full.
     waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
     return min(held.trained, held.owned + waiting)
 
@@ -180,10 +169,7 @@ def _kept_gradients(job: Job, held: Held) -> int:
 def passes_in_flight(job: Job, stage: int) -> float:
     """Return the number of micro batches whose activations a stage holds at the peak.
 
-    With p pipeline ranks and no virtual stages, this is p - stage. With v virtual stages, a micro batch
-    counts as 1 / v for each virtual stage that holds its activations. The first stage then has
-    p (1 + (p - 1) / (p v)) (Korthikanti et al. 2022, §4.2.3). The result is never more than the number of
-    micro batches in a step. If all forward passes run first, it is this number.
+    A micro batch in one of v virtual stages counts as 1 / v (Korthikanti et al. 2022, §4.2.3).
     """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
@@ -199,8 +185,8 @@ class _EqualLayers:
     """Consecutive layers of a stage that keep the same activations.
 
     Attributes:
-        tape: the activations that one of the layers writes and keeps.
-        everywhere: whether every virtual stage has such layers, as for blocks but not for the embedding.
+        tape: the activations that one of the layers keeps.
+        everywhere: whether every virtual stage has such layers.
     """
 
     tape: Tape
@@ -209,12 +195,7 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of a pipeline stage, in order.
-
-    With virtual stages, return the layers of one virtual stage instead: of each kind of block, the number in
-    the pipeline stage divided by the number of virtual stages, rounded up. The embedding or the head is
-    included if the pipeline stage has it.
-    """
+    """Return the layers of a pipeline stage, or of its largest virtual stage, in order."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -242,12 +223,9 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """Return {part: bytes} for the parts of memory that change during a step, at the peak of their sum.
-
-    Three moments are compared: the peak during the passes of the first micro batch, the peak during the
-    passes of a later micro batch, and the sending of packed gradients after the passes.
-    """
+    """Return {part: bytes} for the parts of memory that change during a step, at the peak of their sum."""
     gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
+    # After the passes, packed gradients are sent.
     moments = [
         {
             "gradients": gradients,
@@ -289,11 +267,7 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """Return the bytes that ZB-H1 keeps until it computes weight gradients; 0 under other schedules.
-
-    These are each matrix product's input and the gradient of its output. A stage keeps them for as many micro
-    batches as there are stages before it.
-    """
+    """Return the bytes that ZB-H1 keeps until it computes weight gradients; 0 under other schedules."""
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
     elements = 0.0
@@ -301,6 +275,7 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
         elements += count * sum(operation.operands for operation in block.operations(job.work))
     if stage == job.plan.pp - 1:
         elements += sum(operation.operands for operation in job.spec.end_operations(job.work))
+    # A stage keeps them for as many micro batches as there are stages before it.
     micro_batches = min(stage, max(0, job.accumulate - (job.plan.pp - stage)))
     return micro_batches * elements * job.precision.activation_bytes
 
@@ -316,8 +291,7 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak bytes during the passes of one micro batch, and how many of them are parameter
-    gradients that the backward pass allocated.
+    """Return the peak bytes during the passes of one micro batch, and how many of them are new gradients.
 
     Args:
         first: whether it is the first micro batch, whose backward pass allocates the gradients.

@@ -26,16 +26,13 @@ class Held:
 
     Attributes:
         values: all elements that the rank needs in a pass.
-        resident: elements held between steps. Under sharding stage 3, these are the owned ones.
+        resident: elements held between steps.
         stored: bytes of quantized weights held between steps.
-        trained: elements of ``values`` that are trained.
         owned: trained elements that the rank owns.
-        largest_layer: elements of the largest layer, which sharding stage 3 fetches at once.
-        fills: one pair (elements, size) for each parameter size that occurs. ``elements`` is the number of
-            elements in all parameters up to the last one of this size.
-        num_tensors: the number of parameter tensors.
+        largest_layer: elements of the largest layer.
+        fills: pairs (number of elements up to the last parameter of a size, this size).
         whole: trained elements that every tensor-parallel rank holds in full.
-        partial: elements of ``whole`` whose gradients are summed over ``mp`` under sequence parallelism.
+        partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.
     """
 
@@ -63,8 +60,7 @@ class _Local(NamedTuple):
         size: the number of elements.
         stored: bytes of a quantized weight; 0 for other parameters.
         whole: whether every tensor-parallel rank holds all of the parameter.
-        partial: whether its gradients are summed over tensor-parallel ranks under sequence parallelism.
-        of_experts: whether it belongs to an expert.
+        partial: whether its gradients are summed over ``mp`` under sequence parallelism.
     """
 
     size: int
@@ -82,10 +78,8 @@ class _Groups(NamedTuple):
     """The parameters of each part of the model, as one tensor-parallel rank holds them.
 
     Attributes:
-        layers: one group for each block.
         end: the parameters after the blocks.
-        words: the copy of the word embedding that the last pipeline stage holds if the head shares the
-            embedding's weights; empty if it does not.
+        words: the last pipeline stage's copy of a shared word embedding; empty if there is none.
     """
 
     embedding: _Group
@@ -123,9 +117,9 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
     Args:
         runs: pairs (parameters of a layer, number of consecutive equal layers).
-        sharding: number of ranks that share the ownership of dense parameters.
-        replicas: number of ranks that share the ownership of experts' parameters.
-        fetches: whether a rank holds only its own parameters between steps (sharding stage 3).
+        sharding: the number of ranks that share the ownership of dense parameters.
+        replicas: the number of ranks that share the ownership of experts' parameters.
+        fetches: whether parameters are sharded (ZeRO stage 3).
     """
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:
@@ -155,11 +149,9 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Return the bytes of the word embedding's gradient; 0 if it is not on ``stage`` or not trained.
-
-    Messages with this gradient or with the updated embedding cannot overlap with computation. The backward
-    pass completes the gradient last, and the next forward pass needs the embedding first.
-    """
+    """Return the bytes of the word embedding's gradient; 0 if it is not on ``stage`` or not trained."""
+    # The backward pass completes this gradient last, and the next forward pass needs the embedding first, so
+    # their messages cannot overlap with computation.
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 

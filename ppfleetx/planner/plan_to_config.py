@@ -30,13 +30,10 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse a parallel plan such as ``dp=4,mp=8``, given by the command-line option ``option``.
-
-    A setting that the text does not give is taken from the plan ``own``. If the setting of ``own``
-    contradicts the text, the default is used. For example, ``mp=1`` switches off sequence parallelism.
+    """Parse a parallel plan such as ``dp=4,mp=8``; settings that it does not give are taken from ``own``.
 
     Raises:
-        ConfigError: a word is unknown, or its value is not allowed.
+        ConfigError: a word is unknown, or its value is not allowed. The message names ``option``.
     """
     given = _parse(words, option)
     values: dict[str, object] = {
@@ -49,6 +46,7 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
             values[name] = _truth(given, word, option)
     if "zb" in given:
         values["pp_schedule"] = "zb_h1" if _truth(given, "zb", option) else "1f1b"
+    # From here on, a setting of ``own`` that contradicts the text gets its default.
     elif values.get("pp") == 1 or values.get("virtual_pp_degree", 1) != 1:
         values["pp_schedule"] = "1f1b"
     if "pp" in values or "virtual_pp_degree" in values:
@@ -106,7 +104,6 @@ class UnresolvedConfig:
 
     Attributes:
         origins: the place where each key was set, for messages.
-        warnings: warnings from reading the configuration.
     """
 
     cfg: RunConfig

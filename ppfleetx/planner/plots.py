@@ -38,7 +38,7 @@ _MOST_SHOWN = 24  # micro batches of a timeline
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction) -> list[Path]:
-    """Write each plot as PNG and SVG, and a self-contained ``index.html``. Returns the paths of all files.
+    """Write each plot as PNG and SVG, and an ``index.html``. Returns the paths of all files.
 
     Raises:
         ConfigError: matplotlib is missing, or the directory holds a report already or cannot be written.

@@ -142,14 +142,12 @@ def run_prediction(
 ) -> Prediction | None:
     """Predict memory and step time of a configured run under its own plan.
 
+    Returns None if the run does not train our GPT, or if the card's speed in the run's data type is unknown.
+
     Args:
         device: the kind of device, such as ``gpu``.
-        card: the card to predict for. If it is None, ``Global.card`` names the card. If this is null too, the
-            card that is known for ``device_name`` is used, or else a typical one for ``device``.
+        card: the card to predict for; None: the one in ``Global.card``, or else the one that fits the device.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
-
-    Returns:
-        None if the run does not train our own GPT, or if the card's speed in the run's data type is unknown.
 
     Raises:
         ConfigError: there is no card of the name in ``Global.card``.

@@ -38,7 +38,7 @@ class RecipeInputs:
     Attributes:
         depth: the number of layers.
         cards: the number of accelerator cards.
-        card: the kind of card: its name in ``cards.yaml``, or a YAML file that describes it.
+        card: the kind of card: a name in ``cards.yaml``, or a YAML file.
         tokens_per_param: training tokens per parameter.
     """
 
@@ -100,10 +100,8 @@ class RecipeInputs:
 
     @property
     def batch(self) -> int:
-        """The number of sequences in a step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, equation 1).
-
-        It is ``cards`` times a power of two (1, 2, 4, ...): the product nearest to the optimum.
-        """
+        """The number of sequences in a step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, eq. 1)."""
+        # The result is ``cards`` times a power of two.
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two
         wanted = 0.2920 * self.compute**0.3271 / self.seq_len
@@ -152,8 +150,7 @@ class Recipe:
 def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
     """Make the training configuration for ``inputs``, under the fastest plan that suits its optimizer.
 
-    Args:
-        per_node: the number of cards in a node.
+    ``per_node`` is the number of cards in a node.
 
     Raises:
         ConfigError: no plan fits into memory, or the model or the run is too large.

@@ -24,9 +24,9 @@ class Failures:
     Attributes:
         mtbf: mean time between failures of the job, in seconds.
         save: seconds that the job waits for a checkpoint.
-        interval: the best interval between checkpoints, in seconds of work.
+        interval: the best interval between checkpoints, in seconds.
         steps: the best interval in steps.
-        lost: the share of the run's time that is lost to checkpoints, repeated work and restarts.
+        lost: the share of the run's time that failures and checkpoints cost.
     """
 
     mtbf: float
@@ -37,8 +37,9 @@ class Failures:
 
 
 def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: float) -> Failures:
-    """Compute the best interval between checkpoints (Young 1974, refined by Daly 2006, equation 37), and the
-    time that failures and checkpoints then cost.
+    """Compute the best interval between checkpoints, and the time that failures and checkpoints then cost.
+
+    Source: Young 1974, refined by Daly 2006, equation 37.
 
     Args:
         node_mtbf: mean time between failures of one node, in seconds.
@@ -67,10 +68,7 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return two training times in seconds, for the sequences that a batch-size ramp covers.
-
-    The first is the time with the growing batch size of the ramp. The second is the time with the full batch
-    size.
+    """Return the seconds for the sequences of a batch-size ramp: with the ramp, and with full batches.
 
     Raises:
         ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.
@@ -165,10 +163,7 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """Return the lines of a table of step time, duration and cost for other numbers of cards.
-
-    Each row has another number of data-parallel replicas. The global batch stays the same.
-    """
+    """Return the lines of a table of step time, duration and cost for other numbers of cards."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

@@ -24,16 +24,16 @@ _SIMULATED = 40  # the number of plans with the best estimates that are simulate
 
 @dataclass
 class SearchResult:
-    """The best candidates found, and how many were considered. A candidate is a plan with one micro batch
-    size and one kind of recompute.
+    """The best candidates found, and how many were considered.
+
+    A candidate is a plan with one micro batch size and one kind of recompute.
 
     Attributes:
         best: the predictions for the best candidates, best first.
         plans: the number of plans.
-        too_large: the number of plans that cannot fit into memory with any micro batch size and any kind of
-            recompute, and so have no candidates.
+        too_large: the number of plans without a candidate that could fit into memory.
         fit, unfit: the numbers of candidates that fit into memory, and that do not.
-        slower: the number of candidates whose memory was not computed because enough faster ones fit.
+        slower: the number of candidates that are too slow to be checked for memory.
     """
 
     best: tuple[Prediction, ...] = ()
@@ -79,8 +79,7 @@ def search(
     Args:
         job: the model and the batch; its plan is ignored.
         goal: ``time`` to rank plans by step time, ``memory`` to rank them by memory.
-        keep: the number of plans to return.
-        asked_in: the command-line option that sets ``devices``, for messages.
+        keep: the largest number of candidates to return.
 
     Raises:
         ConfigError: there are more than :data:`MAX_CARDS` cards.
@@ -113,10 +112,9 @@ class _Search:
     found: SearchResult
 
     def try_plan(self, plan: ParallelPlan) -> bool:
-        """Try ``plan`` with every micro batch size and every kind of recompute, and keep the best candidates.
+        """Try the candidates of ``plan`` and keep the best.
 
-        A candidate that is too slow to be among the best is not checked for memory. Returns True if any of
-        the checked candidates does not fit into memory, or if it is clear that no candidate can fit.
+        Returns True if one of them is found not to fit into memory.
         """
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
@@ -131,8 +129,7 @@ class _Search:
     def _all_fit(self, fitted: Job) -> bool:
         """Try ``fitted`` with each kind of recompute, and keep the best candidates.
 
-        A candidate that is too slow to be among the best is not checked for memory. Returns False if any of
-        the checked candidates does not fit into memory, otherwise True.
+        Returns False if one of them is found not to fit into memory.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

@@ -1,10 +1,7 @@
 """Predict the time of one optimizer step under a parallel plan, part by part.
 
-Gradients and sharded parameters are sent while a rank computes, so only the time that exceeds the computation
-counts. It is assumed, but not measured, that communication and computation do not slow each other down.
-Tensor-parallel sums and, without ``overlap_p2p_comm``, pipeline messages delay the computation.
-
-Published runs of other programs, which constants in ``cards.yaml`` were fitted to, have no overlap.
+Communication that overlaps with computation counts only as far as it takes longer, and is assumed not to slow
+the computation down.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Return how many seconds a step waits for gradient reductions that computation does not hide.
+    """Return how many seconds a step waits for gradient reductions.
 
     Args:
-        one_sum: seconds of one reduction of all gradients, if nothing else runs at the same time.
+        one_sum: seconds of one reduction of all gradients, without overlap.
         passes: seconds of the passes of one micro batch on this stage.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
@@ -77,9 +74,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
     """Return how many seconds a layer waits for its parameters under sharding stage 3.
 
-    Args:
-        fetching: seconds from the request of the parameters to their arrival.
-        computing: seconds of one layer's computation.
+    ``fetching`` is the time to fetch them, and ``computing`` that of one layer's computation.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -98,11 +93,9 @@ _HIGH_PER_DOUBLING = 0.12
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
-    """Return the lower and the upper bound of the likely step time, as factors of the predicted time.
-
-    The upper bound is higher if several tensor-parallel groups share a node: in published runs of such plans,
-    some micro batches took up to two thirds longer than predicted, for unknown reasons.
-    """
+    """Return the lower and the upper bound of the likely step time, as factors of the predicted time."""
+    # In published runs with several tensor-parallel groups on a node, some micro batches took up to two
+    # thirds longer than predicted, for unknown reasons.
     return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
 
@@ -136,8 +129,7 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds of the busiest pipeline stage by kind of work. They add up to ``seconds``, except
-            ``recompute``, which other parts already contain.
+        parts: seconds of the busiest pipeline stage by kind of work; ``recompute`` is contained in others.
         timeline: the simulated passes of the pipeline.
         bubble: the share of the passes' time in which a stage is idle on average.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
@@ -199,7 +191,7 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
 
 @dataclass(frozen=True)
 class QuickPasses:
-    """The time of all passes and pipeline messages of a step, estimated without simulating the schedule.
+    """The time of the passes and pipeline messages of a step, estimated without a simulation.
 
     Attributes:
         seconds: the time from the first pass to the last.
@@ -211,12 +203,7 @@ class QuickPasses:
 
 
 def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
-    """Estimate the time of all passes and pipeline messages of a step without simulating the schedule.
-
-    The slower one of the first and the last stage sets the time per micro batch. In addition, filling and
-    draining the pipeline takes pp - 1 times the time of a micro batch on one virtual stage. Under ZB-H1, it
-    takes less, because stages compute weight gradients while they would otherwise wait.
-    """
+    """Estimate the time of all passes and pipeline messages of a step without simulating the schedule."""
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
     ways: dict[int, PassSeconds] = {}
@@ -227,13 +214,16 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
         parts += [_seconds(_edge_passes(same, cluster, "last"))] if stage == plan.pp - 1 else []
         ways[stage] = PassSeconds(*(sum(way) for way in zip(*parts, strict=True)))
     stages = [way.forward + way.backward for way in ways.values()]
+    # The slower one of the first and the last stage sets the time per micro batch.
     total = job.accumulate * max(stages)
     if plan.pp > 1:
         message = _messages(job, cluster).seconds
         shown = 1 - 1 / plan.pp if job.overlaps_messages else 1.0  # share of messages that are waited for
         total += 2 * message * (shown * plan.virtual_pp_degree * job.accumulate + plan.pp - 1)
+        # The pipeline fills and drains in the time of pp - 1 micro batches on one virtual stage.
         filling = min(stages) / plan.virtual_pp_degree
         if plan.pp_schedule == "zb_h1":
+            # Stages compute weight gradients in some of this time.
             filling -= 2 * min(_weight_seconds(job, cluster))
         total += (plan.pp - 1) * filling
     return QuickPasses(total * cluster.straggling(plan.world_size), ways)
@@ -258,11 +248,7 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return four times in seconds, for the work after the passes.
-
-    They are the wait for the gradient reduction, the optimizer update, the wait for the parameter broadcast,
-    and the sum of these three. Each of the three is the time on the pipeline stage where it takes longest.
-    """
+    """Return the seconds after the passes: for gradients, optimizer update, parameters, and in total."""
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -417,30 +403,24 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """Return the seconds to send tokens to their experts, and to send the results back.
-
-    If each expert is sliced over several ranks (``emp``), these ranks gather the tokens before the experts
-    compute, and sum up the results afterwards. The time of both is included. Without sequence parallelism,
-    each tensor-parallel rank sends only its share of the tokens. The ranks then gather the results, whose
-    time is included, too.
-    """
+    """Return the seconds that a pass of a layer spends on sending tokens to experts and the results back."""
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
+    # Ranks that slice an expert gather the tokens and sum up the results.
     seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
     if not plan.sequence_parallel:
+        # Each rank has sent only its share of the tokens.
         seconds += gather_seconds(job.hidden_bytes, group_of(plan, "mp", cluster), cluster)
     return seconds
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """Return the time of a message between pipeline stages, and who waits for it.
-
-    If each tensor-parallel rank sends only a part of the activation, the time includes the receivers' gather.
-    """
+    """Return the time of a message between pipeline stages, and who waits for it."""
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
     if job.message_parts > 1:
+        # The receivers gather the parts.
         seconds += gather_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
     waits = not job.overlaps_messages  # under ZB-H1, only for activations (parallel/pipeline_schedules.py)
     return Messages(seconds, waits, waits and job.plan.pp_schedule == "1f1b")
@@ -458,12 +438,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds that a step spends on gradient reductions without computing at the same time.
-
-    Only one reduction can overlap with the passes. With sharding, this is the reduction to the owners of the
-    parameters. Without sharding, it is the reduction over ``sep`` and ``dp``. All other reductions come after
-    it: with sharding, the one over ``sep`` and ``dp``; for experts, the one over their replicas.
-    """
+    """Return the seconds that a step spends on gradient reductions without computing at the same time."""
+    # Only the reduction ``early`` can overlap with the passes.
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
         early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)

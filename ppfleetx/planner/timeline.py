@@ -1,7 +1,6 @@
 """Simulate a pipeline schedule: when each pipeline stage computes which forward or backward pass.
 
-The schedules are Paddle's 1F1B without and with virtual stages (Narayanan et al. 2021, §2.2), and ZB-H1 (Qi
-et al. 2023), which computes weight gradients later.
+The schedules are Paddle's 1F1B, also with virtual stages (Narayanan et al. 2021), and ZB-H1 (Qi et al. 2023).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class Span(NamedTuple):
 
     Attributes:
         chunk: the virtual stage.
-        micro: the index of the micro batch.
         is_weights: whether the pass computes only weight gradients (ZB-H1).
     """
 
@@ -36,14 +34,12 @@ class Span(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The time of messages between neighboring pipeline stages: activations forward, gradients backward.
-
-    A receiver always waits for its message. A stage sends one message at a time in each direction.
+    """The time of messages between neighboring pipeline stages, and whether senders wait.
 
     Attributes:
         seconds: the time of one message.
-        output_waits: whether a stage that sends an activation computes nothing until it has been received.
-        gradient_waits: the same for a stage that sends a gradient.
+        output_waits: whether a stage waits until the activation that it sends has been received.
+        gradient_waits: whether it waits until the gradient that it sends has been received.
     """
 
     seconds: float
@@ -78,7 +74,7 @@ def simulate(
 
     Args:
         forward, backward: seconds of the passes of one micro batch, ``[stage][virtual stage]``.
-        whole: whether to simulate every micro batch instead of extrapolating a long step from its beginning.
+        whole: whether to simulate every micro batch instead of extrapolating a long step.
         forwards_first: whether a schedule with virtual stages runs all forward passes first.
         weights: for ZB-H1, the seconds in ``backward`` that each stage spends on weight gradients.
     """
@@ -146,10 +142,9 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run a pass of a stage, and send its output if there is a next pass.
+        """Run a pass of a stage and send its output.
 
-        Returns a list with the stage that receives the output. The list is empty if there is none, or if it
-        is the same stage.
+        Returns a list with the receiving stage, or an empty list if no other stage receives it.
         """
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]

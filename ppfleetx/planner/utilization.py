@@ -14,13 +14,12 @@ from ppfleetx.planner.job import Job, job_of
 class StepFlops:
     """FLOPs of one training step, on all devices together. A multiply-add counts as two.
 
-    The formulas are for B sequences of length s, l layers, hidden size h and a vocabulary of V.
+    The formulas are for a plain GPT with l layers, hidden size h and a vocabulary of V, and B sequences of
+    length s (Narayanan et al. 2021, Korthikanti et al. 2022).
 
     Attributes:
-        causal: model FLOPs where each position attends only to earlier ones, which halves attention, as
-            Megatron-LM has counted since 2024.
-        full: model FLOPs with all pairs of positions in attention, the basis of MFU here: 72 B s l h^2 (1 + s
-            / 6h + V / 12lh) for a plain GPT (Narayanan et al. 2021, Korthikanti et al. 2022).
+        causal: model FLOPs if each position attends only to earlier ones, as in Megatron-LM since 2024.
+        full: model FLOPs with all pairs of positions in attention: 72 B s l h^2 (1 + s / 6h + V / 12lh).
         hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
     """
 
@@ -63,7 +62,6 @@ class Utilization:
     """Computes TFLOP/s and MFU of a run from the time of its steps.
 
     Attributes:
-        flops: FLOPs of a step, counted in several ways.
         peak: peak FLOP/s of one device; None if unknown.
         peak_of: where the peak comes from: a configuration key, or a card and a data type.
     """
@@ -74,13 +72,9 @@ class Utilization:
     peak_of: str
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """Return a step's TFLOP/s per device, and this rate as a share of the peak, from 0 to 1.
+        """Return TFLOP/s per device in a step of ``seconds``, and their share of the peak (MFU), from 0 to 1.
 
-        The step took ``seconds``. If the peak is unknown, the shares are left out. ``tflops_per_device`` and
-        ``mfu`` count all pairs of positions in attention (Narayanan et al. 2021, Chowdhery et al. 2022).
-        ``tflops_per_device_causal`` and ``mfu_causal`` count only half of the attention, because a position
-        attends only to earlier ones; Megatron-LM counts in this way. ``tflops_per_device_with_recompute`` and
-        ``hfu`` count all pairs and the recomputation.
+        The shares are left out if the peak is unknown. FLOPs are counted in the ways of :class:`StepFlops`.
         """
         kinds = (
             ("", "mfu", "full"),
@@ -113,14 +107,11 @@ class Utilization:
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
     """Count the FLOPs of a step of the configured run, and look up the peak of its devices.
 
+    Returns None unless the run trains our GPT on a corpus, without a classifier or LoRA adapters.
+
     Args:
         device: the kind of device, such as ``gpu``.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
-
-    Returns:
-        None if the FLOPs cannot be counted. This is so if the configuration has no training data, if the
-            network is not our GPT or is a classifier, if it has LoRA adapters, or if samples are texts of
-            varying length.
     """
     train = cfg.Data.Train
     if train is None or not train.dataset.is_corpus or cfg.Model.name != "GPT" or cfg.Model.lora is not None:

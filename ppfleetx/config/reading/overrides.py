@@ -16,12 +16,11 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a configuration key from another option than ``-o``, or from an argument in Python.
+    """A value for a configuration key that is given by another option than ``-o``, or in Python.
 
     Attributes:
         key: the dotted key.
-        value: a plain Python value: a scalar, a list, a mapping.
-        place: the name of the option or argument, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
+        place: the name of the option or argument, for messages, e.g. ``--output``.
     """
 
     key: str
@@ -51,7 +50,7 @@ class _Read:
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
     """Return a copy of the configuration ``tree`` with the overrides applied in order.
 
-    A later override may repeat or extend an earlier one, but not contradict it. Unknown keys are accepted.
+    Unknown keys are accepted.
 
     Raises:
         ConfigError: an override is malformed or contradicts an earlier one.

@@ -43,10 +43,10 @@ def is_of_a_model(place: str) -> bool:
 
 
 def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: str | None = None) -> str:
-    """Read the UTF-8 text of the configuration file ``path``.
+    """Read the UTF-8 text of a configuration file.
 
     Args:
-        key, value, place: the configuration entry that names the file; None: messages show the path.
+        key, value, place: the configuration entry that names the file, for messages.
 
     Raises:
         ConfigError: the file cannot be read, is too large or is not UTF-8.
@@ -107,9 +107,7 @@ def read_yaml(
 ) -> Node:
     """Read a YAML file that contains a mapping, as a tree of nodes.
 
-    Args:
-        key, value, place: the configuration entry that names the file; see :func:`read_text`.
-        is_ours: whether ppfleetx's own rules apply; see :func:`parse_yaml`.
+    The arguments are those of :func:`read_text` and :func:`parse_yaml`.
 
     Raises:
         ConfigError: the file cannot be read, or its content is no mapping.
@@ -138,10 +136,9 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     """Parse the text of one YAML document to a tree of nodes; None if it is empty.
 
     Args:
-        place: where the text comes from (a file or an option), for messages and nodes.
-        with_lines: whether to add line numbers to the places of nodes.
-        is_ours: True: no dots in keys, no repeated keys, no merge keys. False, for files of other toolkits: a
-            key may have dots or be repeated with an equal value, and ``<<`` merges mappings.
+        place: the file or option that the text comes from.
+        with_lines: whether the places of nodes have line numbers.
+        is_ours: False for files of other toolkits, which may have dots in keys, repeated keys and ``<<``.
 
     Raises:
         ConfigError: the text is not valid YAML or breaks a rule.

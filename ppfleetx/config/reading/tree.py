@@ -28,7 +28,7 @@ class Node:
 
     Attributes:
         place: where the value was written, e.g. ``file:line``.
-        text: an unquoted scalar as written, so that a text field gets ``007`` and ``off`` unchanged.
+        text: an unquoted scalar as it was written, e.g. ``007``.
     """
 
     value: Any
@@ -59,9 +59,6 @@ def is_argument(place: str) -> bool:
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
     """Convert plain Python values to a tree of nodes, all with the same ``place``.
-
-    Args:
-        key: the dotted key of ``value``, for error messages.
 
     Raises:
         ConfigError: a value has a type that a configuration cannot hold.
@@ -102,7 +99,7 @@ def copy_tree(node: Node) -> Node:
 
 
 def put(tree: Node, path: Sequence[str], node: Node) -> None:
-    """Store a copy of ``node`` in ``tree``, at the keys and indices in ``path``, creating missing mappings.
+    """Store a copy of ``node`` in ``tree`` at the keys and indices in ``path``, and create missing mappings.
 
     Raises:
         ConfigError: the path leads through a single value, or an index is not in its list.
@@ -137,10 +134,10 @@ def plain_value(node: Node) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return a list of nodes with one file name each.
+    """Return the file names in ``node``, which may be one name, a list of names, null or None.
 
-    ``node`` may be a file name or a list of file names. The result is empty if it is null or None. Raises
-    ConfigError for any other value.
+    Raises:
+        ConfigError: ``node`` is anything else.
     """
     if node is None or node.value is None:
         return []
@@ -165,8 +162,7 @@ def same_value(one: Node, other: Node) -> bool:
 def merge(base: Node, top: Node, path: str = "") -> Node:
     """Merge the tree ``top`` over ``base``. Values of ``top`` win; mappings are merged key by key.
 
-    A mapping with ``_inherited_: False`` in ``top`` replaces that in ``base``. ``path`` is the nodes' dotted
-    key with a final dot, for error messages.
+    A mapping with ``_inherited_: False`` in ``top`` replaces that in ``base``.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)

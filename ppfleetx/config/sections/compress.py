@@ -48,7 +48,7 @@ class QuantizationConfig(Section):
     """Quantization-aware training of the linear layers in the transformer blocks.
 
     The forward pass rounds their weights and inputs to `2^bits - 1` levels; the backward pass computes
-    gradients as if nothing were rounded. Embeddings, norms, biases and the head are not quantized.
+    gradients as if nothing were rounded.
     """
 
     enable: Bool = False
@@ -138,7 +138,7 @@ class Form:
     Attributes:
         bits: bits per element, 8 or 4.
         group_size: the number of input features that share a scale; None: all.
-        activation_bits: 8 if the layer's inputs are rounded to 8 bits; None if they are not.
+        activation_bits: 8 if the layer's inputs are rounded; None if they are not.
         asymmetric: whether each group has an offset besides its scale.
     """
 
@@ -151,9 +151,8 @@ class Form:
 class WeightsConfig(Section):
     """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section; do not edit it.
 
-    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. With
-    `asymmetric`, `group_size` also applies to the embedding and the head. Without it, each row of the
-    embedding and each output of the head has one scale.
+    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. Unless
+    `asymmetric`, each row of the embedding and each output of the head has one scale.
     """
 
     bits: Literal[8, 4] = 8
@@ -188,13 +187,11 @@ class WeightsConfig(Section):
 class PruneConfig(Section):
     """Structured pruning in training: the heads and feed-forward units with the smallest weights stay zero.
 
-    Key/value heads are pruned with their query heads. The same number of heads and units is pruned in each
-    layer. `ppfleetx prune` removes them from the checkpoint afterwards.
+    The same number of heads and units is pruned in each layer, and key/value heads with their query heads.
+    `ppfleetx prune` removes them from the checkpoint afterwards.
 
-    `ratio` is the share of the heads and units to prune. Without a schedule (`end_step: null`), this share is
-    pruned at once, after `begin_step` steps. With a schedule, the pruned share grows every `frequency` steps.
-    After t steps, it is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta,
-    2017).
+    If `end_step` is null, the share `ratio` is pruned after `begin_step` steps. Otherwise, the share pruned
+    after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).
     """
 
     enable: Bool = False
@@ -255,8 +252,8 @@ def parts_out(total: int, share: float) -> int:
 class DistillConfig(Section):
     """Distillation: the model (the student) also learns from the outputs of a teacher (Hinton et al., 2015).
 
-    The loss of a token is `hard_weight` times its cross entropy plus `soft_weight` times `temperature^2`
-    times the divergence of the student's distribution from the teacher's, both at `temperature`.
+    The loss of a token is `hard_weight * cross_entropy + soft_weight * temperature^2 * divergence`. The
+    divergence is that of the student's distribution from the teacher's, both at `temperature`.
     """
 
     teacher: PathText

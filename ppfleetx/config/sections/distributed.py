@@ -28,8 +28,10 @@ class ShardingConfig(Section):
 
 
 class DistributedConfig(Section):
-    """The degrees of parallelism. The number of processes is dp x mp x pp x sharding x sep. The experts of a
-    layer are divided among the ranks of a pipeline stage independently of the other degrees.
+    """The degrees of parallelism.
+
+    The number of processes is dp x mp x pp x sharding x sep. Expert parallelism divides the ranks of a
+    pipeline stage independently of the other degrees.
     """
 
     dp_degree: Degree | None = None

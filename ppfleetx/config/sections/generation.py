@@ -177,10 +177,11 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Find the first of ``keys`` that is set but used only by another decoding strategy.
+        """Return the first key that is set but used only by another decoding strategy, and this strategy.
 
-        Returns (key, that strategy) or None. A seed does not count: it changes nothing without sampling.
+        Returns None if there is no such key.
         """
+        # A seed changes nothing without sampling, so it does not count.
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
         for key in keys:
             is_asked_for = key in readers and getattr(self, key) != type(self).model_fields[key].default

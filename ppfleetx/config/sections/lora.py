@@ -22,7 +22,7 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021): a linear layer's `x W` becomes `x W + alpha / rank * x A B`.
 
     A and B are trained, and so is a new classification head; everything else is frozen. A `[in, rank]` starts
-    as N(0, 1 / in) and B `[rank, out]` as 0, so the model does not change at first.
+    as N(0, 1 / in) and B `[rank, out]` as 0.
     """
 
     rank: Size = 8
@@ -51,9 +51,9 @@ class LoraConfig(Section):
     def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
         """Yield an error for each pattern in ``targets`` that matches no linear layer in ``names``.
 
-        Keys in the errors are relative to section ``Model``. The default patterns are not checked, because no
-        model has all the layers that they name.
+        Keys in the errors are relative to section ``Model``.
         """
+        # No model has all the layers that the default patterns name.
         if self.targets != LoraConfig.model_fields["targets"].default:
             yield from unmatched("lora.targets", self.targets, names)
 

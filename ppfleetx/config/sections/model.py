@@ -53,8 +53,8 @@ _LAYER_LISTS = ("attention_window_layers", "rotary_layers", "recompute_layers", 
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    Keys and values of all heads are computed from one compressed vector per position. A second vector, shared
-    by all heads, is the part of each key with rotary positions. Decoding caches only these two vectors.
+    Keys and values of all heads are computed from one compressed vector per position. All heads share a
+    second vector, the rotary part of their keys. Decoding caches only these two vectors.
     """
 
     q_rank: Size | None = None

@@ -80,8 +80,10 @@ class BalanceLossConfig(Section):
 
 
 class CapacityConfig(Section):
-    """Expert capacity: a limit on how many positions of a sequence an expert takes in training. A position
-    over the limit uses only the other experts it has chosen. Evaluation and generation have no limit.
+    """Expert capacity: a limit on how many positions of a sequence an expert takes in training.
+
+    A position over the limit uses only the other experts it has chosen. Evaluation and generation have no
+    limit.
     """
 
     factor: PositiveFloat
@@ -138,9 +140,7 @@ class MoEConfig(Section):
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
         """Return a copy in a standard spelling, for comparing networks.
 
-        A choice that a configuration can express in several ways is expressed in one: the mixture layers
-        always by ``layers``, and the width of an expert always by a number. Keys that matter only in training
-        have their default values.
+        Keys that matter only in training have their default values.
         """
         default = type(self).model_fields
         return self.model_copy(

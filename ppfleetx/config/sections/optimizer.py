@@ -30,10 +30,9 @@ _STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWa
 class LRConfig(Section):
     """Learning rate as a function of the optimizer step n = 1, 2, ...
 
-    Warm-up is linear to `max_lr` (`max_lr * n / warmup`). Then `decay_style` leads to `min_lr` at
-    `decay_steps`, and the rate stays there. `constant` stays at `max_lr` instead. `inverse_square_root` is
-    `max_lr * sqrt(warmup / n)`, but at least `min_lr`; if it is still higher at `decay_steps`, it falls to
-    `min_lr` in one step.
+    After a linear warm-up to `max_lr` (`max_lr * n / warmup`), the rate follows `decay_style` up to step
+    `decay_steps`, and is `min_lr` afterwards. `constant` stays at `max_lr`. `inverse_square_root` is
+    `max_lr * sqrt(warmup / n)`, but at least `min_lr`.
     """
 
     name: Literal["CosineAnnealingWithWarmupDecay", "LinearDecayWithWarmup"] | None = None
@@ -110,7 +109,7 @@ class GradClipConfig(Section):
 class WeightDecayScheduleConfig(Section):
     """Weight decay that changes over the run, from `start` to `end`.
 
-    Step n of N has the value at n / N of the curve, so the first step is already 1 / N of the way.
+    Step n of N has the value at n / N of the curve.
     """
 
     start: NonNegativeFloat
