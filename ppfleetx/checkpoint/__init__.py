@@ -1,8 +1,5 @@
-"""Checkpoints, and the registry of other programs' formats (:func:`read_also`).
-
-The readers of these formats are in :mod:`ppfleetx.conversion`, which imports this package. The registry lets
-this package call them without importing them.
-"""
+"""Checkpoints, and the registry of the readers of other programs' formats (:func:`read_also`), which are in
+:mod:`ppfleetx.conversion`."""
 
 from __future__ import annotations
 

@@ -32,18 +32,15 @@ def is_adapter_or_head(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them.
-
-    The hash covers the element type and the first few numbers of each tensor in ``names``. If the weights are
-    trained further, these numbers change, and therefore the hash. It does not depend on the parallel plan
-    that saved the checkpoint.
-    """
+    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. It does not
+    depend on the parallel plan that saved the checkpoint."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
         entry = checkpoint.entry(name)
         sizes = list(entry.shape)
         if entry.vocab_dim is not None and checkpoint.manifest.vocab_size is not None:
             sizes[entry.vocab_dim] = min(sizes[entry.vocab_dim], checkpoint.manifest.vocab_size)
+        # Training changes the first few numbers of each tensor, so these are enough.
         limits = (_COLUMNS,) if len(sizes) == 1 else (_ROWS, _COLUMNS)
         box = tuple(min(size, limit) for size, limit in zip(sizes, limits, strict=True))
         values = checkpoint.read(name, offset=(0,) * len(box), shape=box)
@@ -87,15 +84,12 @@ _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
     """Merge LoRA adapters into their base weights, and write the merged model. Returns its step directory.
 
-    The sum ``W + alpha / rank * A B`` is computed in float32. It is stored in the element type of the base
-    weight W, or in float32 if W is quantized.
-
     Args:
+        path: the checkpoint with the adapters.
         output: a new or empty directory.
         base: the base weights, if the checkpoint contains only adapters; None: the path that it names.
 
-    Raises:
-        CheckpointError: there are no adapters, or they were trained on another base.
+    Raises CheckpointError if there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
@@ -125,7 +119,7 @@ class TrainedAdapters:
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     """Read the LoRA adapters at ``path``. Raises CheckpointError if there are none, if they were trained on
-    other weights than those at ``base``, or if the checkpoint also has a classification head."""
+    other weights than those at ``base``, or if there is a classification head."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))

@@ -1,8 +1,5 @@
-"""A checkpoint's documents: ``config.yaml`` and the tokenizer files in ``tokenizer/``.
-
-With them, ``ppfleetx generate CHECKPOINT "text"`` needs no other file. The configuration describes the model,
-not the run that trained it: it has no parallel plan, device, kernel options or output directories.
-"""
+"""A checkpoint's documents: ``config.yaml`` and the tokenizer files in ``tokenizer/``. The configuration
+describes the model, not the run that trained it."""
 
 from __future__ import annotations
 

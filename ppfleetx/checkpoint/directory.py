@@ -54,12 +54,9 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     - a step directory, or the directory of one rank in it,
     - an output directory, which stands for the checkpoint that its file ``latest`` names, or for the newest,
     - the file ``latest`` or ``best`` of an output directory,
-    - a FleetX checkpoint: a directory that contains ``model.pdparams``, itself or in rank directories,
-    - an output directory of FleetX, which stands for its last step.
+    - a FleetX checkpoint, or an output directory of FleetX, which stands for its last step.
 
-    This checks the completeness marker, the manifest, and the sizes and headers of all files; with ``verify``
-    also all data. Raises CheckpointError if there is no undamaged checkpoint. The message names the newest
-    undamaged checkpoint nearby, or says how to convert the checkpoint of another program.
+    Tensor data is checked only with ``verify``. Raises CheckpointError if there is no undamaged checkpoint.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():

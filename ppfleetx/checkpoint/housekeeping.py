@@ -1,5 +1,5 @@
-"""Maintain the output directory of checkpoints: its lock, its files ``latest`` and ``best``, the final names
-of checkpoints, and the deletion of old checkpoints and of the remains of interrupted saves."""
+"""Maintain the output directory of checkpoints: its lock, its files ``latest`` and ``best``, and the
+publication and deletion of checkpoints."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Write the name of a complete checkpoint to the file ``best`` in its output directory, and then call
-    `keep_newest`, which never deletes the checkpoint that ``best`` names. Raises CheckpointError if the file
-    cannot be written."""
+    """Write the name of a complete checkpoint to the file ``best`` in its output directory, and delete old
+    checkpoints with `keep_newest`. Raises CheckpointError if the file cannot be written."""
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
@@ -90,11 +89,8 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Make sure that a run can save a checkpoint as ``target``. Raises CheckpointError if something exists
-    there that the run must not replace, such as another run's checkpoint.
-
-    A damaged checkpoint, whose run cannot be determined, is renamed with a warning.
-    """
+    """Make sure that a run can save a checkpoint as ``target``. A damaged checkpoint there is renamed. Raises
+    CheckpointError if the run must not replace what is there."""
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
@@ -136,19 +132,16 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Rename a checkpoint to a hidden name, and then delete it. If the process is killed during the deletion,
-    the files that remain are hidden, so they are not taken for a checkpoint."""
+    """Delete a checkpoint."""
+    # What an interrupted deletion leaves is hidden, so it is not taken for a checkpoint.
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete a run's old checkpoints.
-
-    It keeps the newest `Ownership.keep_max`, the one that the file ``best`` names, those that the run was
-    started from, and all checkpoints of other runs. A checkpoint that cannot be deleted causes a warning.
-    """
+    """Delete a run's old checkpoints. The newest `Ownership.keep_max`, the best one, and those that the run
+    was started from are kept. A checkpoint that cannot be deleted causes a warning."""
     if ownership.keep_max is None:
         return
     best = output_dir / BEST_FILE

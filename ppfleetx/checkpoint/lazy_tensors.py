@@ -64,9 +64,8 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """Return a lazy tensor whose array is the result of ``make``, called with the arrays of ``parts``. It has
-    the element type of the parts. Raises CheckpointError, naming the tensor ``name``, if the element types of
-    the parts differ."""
+    """Return a lazy tensor whose array is the result of ``make``, called with the arrays of ``parts``. Raises
+    CheckpointError, naming the tensor ``name``, if their element types differ."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")

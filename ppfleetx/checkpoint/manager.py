@@ -1,10 +1,5 @@
-"""Save a checkpoint from all ranks of a job, in the foreground or in the background.
-
-Each rank writes its slices of the tensors; rank 0 writes the manifest, which lists them all. In a background
-save, a thread copies the state during the next forward and backward passes, and then writes the copy.
-`wait_for_copy` must be called before the optimizer update. Ranks communicate only in the main thread, because
-otherwise collectives of saving and training could interleave.
-"""
+"""Save a checkpoint from all ranks of a job, in the foreground or in the background. Each rank writes its
+slices of the tensors; rank 0 writes the manifest, which lists them all."""
 
 from __future__ import annotations
 
@@ -33,11 +28,10 @@ Result = TypeVar("Result")
 
 
 class SharedSave:
-    """One save of a checkpoint by all ranks of a job, in separate steps.
+    """One save of a checkpoint by all ranks of a job, which must share the file system of ``output_dir``.
 
-    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Between the
-    steps, `on_all_ranks` exchanges results and errors. All ranks must share the file system of
-    ``output_dir``. Arguments are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Arguments
+    are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
     """
 
     def __init__(
@@ -122,7 +116,7 @@ class CheckpointManager:
     Args:
         ownership: the run whose old checkpoints are replaced and deleted; None: none is replaced or deleted.
         ctx: the ranks that save together; None: this process saves alone.
-        description: arguments of `save_checkpoint` that are the same for every save (`plan`, `config`, ...).
+        description: arguments of `save_checkpoint` that are the same for every save, such as `plan`.
     """
 
     def __init__(
@@ -169,11 +163,8 @@ class CheckpointManager:
 
 
 class BackgroundManager(CheckpointManager):
-    """Saves checkpoints in the background, one at a time: `save` returns early, and a thread writes the data.
-
-    All ranks must call `poll` and `wait` in the same order. A call has the same result on all ranks. Each
-    rank needs host memory for a copy of the data that it writes.
-    """
+    """Saves checkpoints in the background, one at a time. All ranks must call `poll` and `wait` in the same
+    order. Each rank needs host memory for a copy of the data that it writes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -211,16 +202,16 @@ class BackgroundManager(CheckpointManager):
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Continue the save in progress if all ranks are ready. Returns the path if it is now complete.
-
-        Does not wait. Raises CheckpointError on all ranks if the save failed on any.
-        """
+        """Continue the save in progress without waiting. Returns the path if it is now complete. Raises
+        CheckpointError on all ranks if the save failed on any."""
         if self._task is None:
             return None
         if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
             return None
         save = self._save
         try:
+            # Only the main thread communicates, because otherwise collectives of saving and training could
+            # interleave.
             results = save.on_all_ranks(self._task.result)
         except BaseException:
             self._close()
@@ -241,17 +232,12 @@ class BackgroundManager(CheckpointManager):
 
     def abandon(self) -> None:
         """End the save in progress, because this process stops with an error. Does not communicate with other
-        ranks.
-
-        Waits until the thread of this process has ended. In a job of one process, this completes the
-        checkpoint; an error of writing is only logged. In a job of several ranks, there is no checkpoint
-        unless rank 0 had already begun to publish it, because publishing needs the slices of all ranks.
-        """
+        ranks, so a save of several ranks may remain incomplete."""
         if self._task is None:
             return
         self._task.done.wait()
         try:
-            if self._ctx.world_size == 1:
+            if self._ctx.world_size == 1:  # otherwise publishing needs the slices of all ranks
                 self.wait()
         except CheckpointError as error:
             get_logger().error(str(error))
@@ -276,11 +262,8 @@ class HostCopier:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return (slices of a copy of the tensors, function that makes this copy).
-
-        Call the function once, from any thread, before writing the slices. For tensors on a device, the copy
-        starts at once, and writing a slice waits for it.
-        """
+        """Return slices of a copy of the tensors, and the function that makes this copy. Call the function
+        once, from any thread, before writing the slices."""
         live, copies = [], []
         for piece in pieces:
             if piece.is_live:

@@ -1,10 +1,5 @@
-"""Two kinds of files: the manifest of a checkpoint, and sealed files.
-
-The manifest, ``manifest.json``, lists the contents of the checkpoint.
-
-A sealed file is a small text file that ends with its own CRC-32, such as ``COMPLETE``, which marks a complete
-checkpoint. `docs/checkpoint_format.md` specifies the format.
-"""
+"""The manifest, which lists the contents of a checkpoint, and sealed files, which are small text files that
+end with their own CRC-32. `docs/checkpoint_format.md` specifies both."""
 
 from __future__ import annotations
 
@@ -64,8 +59,8 @@ class SliceEntry:
         offset, shape: which part of the whole tensor the slice is, in elements.
         file: the safetensors file, relative to the checkpoint.
         start: the position of the first byte in the file.
-        crc32: one checksum for each `CHUNK_BYTES` bytes; the last chunk may be shorter.
-        flat: always null; kept because the format has this key.
+        crc32: one checksum for each `CHUNK_BYTES` bytes.
+        flat: always null.
     """
 
     __pydantic_config__ = _EXACTLY
@@ -76,7 +71,7 @@ class SliceEntry:
     start: Count
     num_bytes: Count
     crc32: tuple[Crc32, ...]
-    flat: None = None
+    flat: None = None  # kept because the format has this key
 
     @property
     def size(self) -> int:
@@ -190,8 +185,8 @@ class Manifest:
         vocab_size: vocabulary size without padding.
         config: the configuration of the run that saved the checkpoint.
         fingerprints: hashes that identify tokenizer and data.
-        run: id of the training run that saved the checkpoint; None for conversions and older versions.
-        documents: ``config.yaml`` and tokenizer files, by path; empty in checkpoints of older versions.
+        run: id of the training run that saved the checkpoint; None if unknown.
+        documents: ``config.yaml`` and tokenizer files, by path.
     """
 
     step: int
@@ -222,8 +217,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
         """Parse and check the content of the ``manifest.json`` at ``where``. Raises CheckpointError if it is
-        not a manifest of ppfleetx, if this program does not support its version or the chunk size of its
-        checksums, or if the content is inconsistent."""
+        invalid or of an unsupported version."""
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
@@ -266,11 +260,9 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Return the name of a rank's directory in a checkpoint.
-
-    ``dp`` and ``sep`` are in the name only if they are above 0. Ranks with ``dp`` or ``sep`` above 0 write
-    only weights of experts.
-    """
+    """Return the name of a rank's directory in a checkpoint. ``dp`` and ``sep`` are in the name only if they
+    are above 0."""
+    # Ranks with dp or sep above 0 write only weights of experts.
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 

@@ -1,8 +1,5 @@
-"""Convert parameters and optimizer state between Paddle tensors and the slices in a checkpoint.
-
-A parameter's attribute `info` (nn/stage.py) has its name in the whole model, the shape of the whole tensor,
-and offset and shape of this rank's part.
-"""
+"""Convert parameters and optimizer state between Paddle tensors and the slices in a checkpoint. A parameter's
+attribute `info` (nn/stage.py) says which part of the whole tensor it is."""
 
 from __future__ import annotations
 
@@ -36,14 +33,11 @@ def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """Yield the slices to save of this rank's optimizer state.
-
-    A state with its parameter's shape is sliced like the parameter. Any other state, such as a beta power, is
-    the same on all ranks, and is saved only by the rank that has the parameter's first slice.
-    """
+    """Yield the slices of this rank's optimizer state to save."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
+        # A state of another shape, such as a beta power, is the same on all ranks, so one rank saves it.
         if tuple(tensor.shape) != tuple(info.local_shape) and any(info.offset):
             continue
         yield _slice(name, OPTIMIZER, state_name, tensor, info)
@@ -60,9 +54,7 @@ def load_model(
     model_names: Collection[str] = (),
 ) -> list[str]:
     """Load weights from a checkpoint into the parameters of this rank. Returns the names of those loaded.
-
-    Element types are converted. If the checkpoint has 16-bit weights and float32 master weights, parameters
-    of any other type get the master weights. Vocabulary padding is not loaded if its size differs.
+    Element types are converted.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.
@@ -72,9 +64,8 @@ def load_model(
         allow_other_shapes: whether parameters whose shape or vocabulary differs keep their values.
         model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
-    Raises:
-        CheckpointError: data is damaged; or, before anything is changed, the vocabulary differs, or tensors
-            are missing, unknown or of another shape.
+    Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
+    changed.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
@@ -93,6 +84,7 @@ def load_model(
         kind, state = MODEL, ""
         has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
         stored_as = checkpoint.entry(name).dtype
+        # Parameters of another type than the 16-bit weights in the checkpoint get the float32 masters.
         if has_master and stored_as in _SIXTEEN_BIT and dtype_of(param) != stored_as:
             kind, state = OPTIMIZER, MASTER_WEIGHT
         _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
@@ -108,16 +100,13 @@ def load_optimizer(
 ) -> None:
     """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`).
 
-    If the checkpoint has no master weights, they are loaded from its weights.
-
     Args:
         state: this rank's state, by (parameter name, state name).
         named_params: (name in the whole model, parameter) of this rank.
         model_names: all names of the whole model, if ``state`` is only a part of it.
 
-    Raises:
-        CheckpointError: data is damaged; or, before anything is changed, a state is missing, unknown or of
-            another shape.
+    Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
+    changed.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -146,12 +135,9 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Load the optimizer's master weights from a checkpoint. For parameters without master weights in the
-    checkpoint, the checkpoint's model weights are loaded as master weights.
-
-    Call this after :func:`load_model`. Otherwise, the first update would restore the old values of 16-bit
-    parameters. Raises CheckpointError if data is damaged.
-    """
+    """Load the optimizer's master weights from a checkpoint, or from its model weights if it has no master
+    weights. Call this after :func:`load_model`. Raises CheckpointError if data is damaged."""
+    # With old masters, the first update would restore the old values of 16-bit parameters.
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
         if state_name == MASTER_WEIGHT and name in stored:
@@ -161,11 +147,11 @@ def load_masters(
 
 
 class _StateInfo:
-    """Where this rank's optimizer state is in the whole tensor. If the state has the shape of the rank's part
-    of its parameter, it has the same offset as this part. Any other state is whole on every rank."""
+    """Where this rank's optimizer state is in the whole tensor."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
+        # A state of another shape, such as a beta power, is whole on every rank.
         follows = shape == tuple(info.local_shape)
         self.name = info.name
         self.global_shape: Index = tuple(info.global_shape) if follows else shape
@@ -194,10 +180,8 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor's elements as a NumPy array, bfloat16 as bits in uint16.
-
-    If the tensor is in host memory and NumPy has its type, the array is the tensor's own memory, not a copy.
-    """
+    """Return a tensor's elements as a NumPy array, bfloat16 as bits in uint16. The array may be the tensor's
+    own memory."""
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 

@@ -73,10 +73,8 @@ class Checkpoint:
         out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Read a tensor, or the part of it at ``offset`` with ``shape``. bfloat16 is read as bits in uint16.
-
-        ``out`` is a contiguous array to fill and return. Raises CheckpointError if there is no such tensor,
-        the part is outside of it, or the bytes are damaged.
-        """
+        ``out`` is a contiguous array to fill and return. Raises CheckpointError if there is no such tensor or
+        part, or the bytes are damaged."""
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
         result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype]) if out is None else out
@@ -152,11 +150,8 @@ def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in a step directory. Raises CheckpointError if it is incomplete or damaged.
-
-    This checks the completeness marker, the manifest, ``config.yaml``, the tokenizer files, and the sizes and
-    headers of the tensor files, but not tensor data.
-    """
+    """Open the checkpoint in a step directory. Everything but tensor data is checked. Raises CheckpointError
+    if the checkpoint is incomplete or damaged."""
     path = Path(path)
     marker = read_marker(path)
     content = read_manifest(path, marker)

@@ -54,10 +54,8 @@ def merge(path: str | Path, output: str | Path) -> Path:
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """Copy a checkpoint, split for the tensor- and pipeline-parallel ranks of ``plan``. Returns the new path.
-
-    Any plan can read any checkpoint. From this one, each rank of ``plan`` reads only its own files.
-    """
+    """Copy a checkpoint, split for the tensor- and pipeline-parallel ranks of ``plan``, so that each rank
+    reads only its own files. Returns the new path."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
     stages = _layers_per_stage(manifest, plan)

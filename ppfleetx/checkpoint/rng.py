@@ -1,7 +1,5 @@
-"""Save and restore the states of random number generators, for one process and for all ranks of a job.
-
-The states are JSON. Paddle's `GeneratorState` is a seed, an offset and an mt19937-64 engine as text.
-"""
+"""Save and restore the states of random number generators, for one process and for all ranks of a job. The
+states are JSON."""
 
 from __future__ import annotations
 
@@ -27,11 +25,8 @@ _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """Collect the generator states of all ranks for a checkpoint. A collective; all get the same result.
-
-    ``rng`` is the state of rank 0. ``rng_of_ranks`` has the ``degrees`` of the parallel plan, and for each
-    rank its coordinates and the parts of its state that differ from rank 0's.
-    """
+    """Collect the generator states of all ranks for a checkpoint. All ranks must call this; all get the same
+    result."""
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
         {
@@ -44,17 +39,12 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state` in a checkpoint.
-
-    Returns True if the parallel plan has the same degrees as that of the checkpoint. Then every rank gets the
-    state that it saved itself.
-
-    Otherwise returns False. All ranks then get rank 0's default generators, and the named streams of Paddle's
-    RNG tracker keep their seeds. Dropout is the same in both cases: its masks depend only on seed and step.
-    Raises CheckpointError if a state is missing or invalid.
-    """
+    """Restore this rank's generators from the result of `gather_rng_state` in a checkpoint. Returns False if
+    the parallel degrees differ from the checkpoint's; all ranks then get rank 0's default generators. Raises
+    CheckpointError if a state is missing or invalid."""
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
+        # Dropout stays the same, because its masks depend only on seed and step.
         set_rng_state(rank_0, streams=False)
         return False
     at = ctx.plan.coordinates(ctx.rank)
@@ -86,11 +76,8 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the generators of this process from the result of `rng_state`.
-
-    ``streams`` says whether to restore the named streams of Paddle's RNG tracker. A state from other devices
-    leaves Paddle's generators alone, with a warning. Raises CheckpointError if the state is invalid.
-    """
+    """Restore the generators of this process from the result of `rng_state`. ``streams`` says whether to
+    restore the named streams of Paddle's RNG tracker. Raises CheckpointError if the state is invalid."""
     try:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))

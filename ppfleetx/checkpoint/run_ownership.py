@@ -1,8 +1,5 @@
-"""Which training run saved a checkpoint. A run deletes and replaces only its own checkpoints.
-
-A run gets a random id when it starts, and keeps it when it resumes in the same output directory. The id is in
-the manifests of its checkpoints and in the file ``run_id`` of the output directory.
-"""
+"""Which training run saved a checkpoint. A run has a random id, and deletes and replaces only its own
+checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Ownership:
     Attributes:
         run: the id of the run.
         keep_max: how many of its own checkpoints the run keeps, in addition to the best one; None: all.
-        spared: step directories, with links resolved, that the run was started from. They are kept.
+        spared: step directories that the run was started from, with links resolved. They are kept.
     """
 
     run: str
@@ -56,12 +53,8 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Return whether the run may delete or replace the checkpoint at ``path``.
-
-        The run must have saved the checkpoint under its present name, and must not have been started from it.
-        No file may have been added to the checkpoint since it was saved, and ``path`` must not be a symbolic
-        link.
-        """
+        """Return whether the run may delete or replace the checkpoint at ``path``. The run must have saved
+        all its files, and must not have been started from it."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -74,7 +67,6 @@ class Ownership:
 @dataclass(frozen=True)
 class RunRecord:
     """The content of the file ``run_id`` in an output directory: the id of the run that saves there.
-
     ``continues`` names a checkpoint in this directory that the run was started from but did not save.
     """
 

@@ -52,14 +52,12 @@ class TensorSlice:
         dtype: element type, a key of NUMPY_OF_DTYPE.
         global_shape: shape of the whole tensor.
         offset, shape: where this part is in the whole tensor.
-        data: an array of `shape`, or a function that makes it when it is written, so that only one copy is in
-            memory at a time. bfloat16 is stored as bits in uint16.
+        data: an array of `shape`, or a function that makes it. bfloat16 is stored as bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
-        vocab_dim: the dimension that counts vocabulary entries, which may be padded; None if there is none.
-        is_live: whether the array is the tensor's own memory, so that the next optimizer update changes it.
-        fetch: a function that starts copying the data from the device to host memory. It returns a second
-            function, which waits for the copy and returns it. The next optimizer update does not change the
-            copy, even if it begins before the copy has ended. None if only ``data`` is available.
+        vocab_dim: the dimension that counts vocabulary entries; None if there is none.
+        is_live: whether the next optimizer update changes the array.
+        fetch: starts a copy to host memory, and returns a function that waits for this copy and returns it.
+            None if only ``data`` is available.
     """
 
     name: str
@@ -72,6 +70,7 @@ class TensorSlice:
     state: str = ""
     vocab_dim: int | None = None
     is_live: bool = False
+    # The next optimizer update does not change the copy, even if it begins before the copy has ended.
     fetch: Callable[[], Callable[[], np.ndarray]] | None = None
 
     @property
@@ -112,11 +111,9 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
-    """Return whether boxes, pairs (offset, shape), cover an array of ``shape`` without gaps or overlaps.
-
-    Takes linear time: the boxes tile the array if and only if their corners, with alternating signs, sum to
-    those of the array (inclusion-exclusion).
-    """
+    """Return whether boxes, pairs (offset, shape), cover an array of ``shape`` without gaps or overlaps."""
+    # Boxes tile the array if and only if their corners, with alternating signs, sum to those of the array
+    # (inclusion-exclusion). This takes linear time.
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))
     for weight, box in chain([(-1, whole)], ((1, box) for box in boxes)):

@@ -33,11 +33,9 @@ _CHECKERS = 2  # threads that verify checksums
 def write_safetensors(
     path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
-    """Write slices of tensors, one at a time, into one safetensors file, and flush it to disk.
-
-    ``relative`` is the file's path in the checkpoint. ``metadata`` is the `__metadata__` of the header.
-    Returns the manifest's entries for the file and for each slice.
-    """
+    """Write slices of tensors into one safetensors file, and flush it to disk. ``relative`` is the file's
+    path in the checkpoint. ``metadata`` is the `__metadata__` of the header. Returns the manifest's entries
+    for the file and for each slice."""
     header = _header(pieces, metadata)
     entries = []
     position = len(header)
@@ -128,9 +126,8 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a tensor slice. The chunks that contain these bytes are read as a whole, and
-    CheckpointError is raised if a chunk's checksum is wrong. ``into`` is a buffer for the data, which can be
-    given if the range is the whole slice; None: a new buffer is used."""
+    """Read bytes [start, end) of a tensor slice. ``into`` is a buffer to use, allowed only if the range is
+    the whole slice. Raises CheckpointError if a checksum is wrong."""
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # Not bytearray, whose zeroing costs as much as the read.

@@ -42,7 +42,7 @@ class Weights:
         tensors: by ppfleetx's parameter names, in any order, with or without vocabulary padding.
         model, generation: the keys of the `Model` and `Generation` sections that the source defines.
         vocab_size: size of the vocabulary without padding; None if unknown.
-        epoch, step: progress of the training; 0 for formats that do not record it.
+        epoch, step: progress of the training; 0 if unknown.
         source: facts about the source as JSON values, to keep in the checkpoint's state.
         tokenizer_dir: the directory of the tokenizer files; None if there are none.
         notes: warnings about how the source was read, one sentence each.
@@ -89,8 +89,8 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``, with its
-    vocabulary padding. Raises CheckpointError if a tensor is missing, unknown or of another shape."""
+    """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``. Raises
+    CheckpointError if a tensor is missing, unknown or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -125,8 +125,8 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """Context manager that shows a progress bar while ``tensors`` are read. It yields lazy tensors with the
-    same names and data, which must be used for reading, because only they advance the bar."""
+    """Context manager that shows a progress bar while ``tensors`` are read. It yields tensors with the same
+    names and data, which must be read instead."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
@@ -142,10 +142,8 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert a model's slices from float32 back to the 16-bit types of the file from which it was loaded.
-
-    ``stored`` has the file's element types. If any element would change, all slices are returned unchanged.
-    """
+    """Convert a model's slices from float32 to the 16-bit element types in ``stored``. If any element would
+    change, all slices are returned unchanged."""
     made = []
     for piece in pieces:
         wanted = stored.get(piece.name, piece.dtype)

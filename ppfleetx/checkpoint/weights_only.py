@@ -44,11 +44,12 @@ from ppfleetx.utils.log import get_logger
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Read the weights of a checkpoint of ppfleetx. ``path`` is any that `Engine.save_load.ckpt_dir` accepts.
+    """Read the weights of a checkpoint of ppfleetx.
 
-    If ``masters`` is true, a weight that has a float32 master weight in the checkpoint is read from its
-    master weight. Quantized weights are returned as stored if ``few_bits`` is true; otherwise they raise
-    CheckpointError.
+    Args:
+        path: any path that `Engine.save_load.ckpt_dir` accepts.
+        masters: whether to read float32 master weights where the checkpoint has them.
+        few_bits: whether to return quantized weights as stored; otherwise they raise CheckpointError.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -161,12 +162,9 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write converted weights as a checkpoint without training state. Returns its step directory, which is in
-    the directory ``output``. The files ``config.yaml`` and the tokenizer are written into ``output`` as well.
-
-    ``tensors`` are the parameters to write: all those of ``model``, with vocabulary padding. ``weights``
-    describes their source; its own tensors are not used.
-    """
+    """Write converted weights as a checkpoint in the directory ``output``. Returns its step directory.
+    ``tensors`` are all parameters of ``model``, with vocabulary padding. ``weights`` describes their source;
+    its own tensors are not used."""
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = None

@@ -1,7 +1,5 @@
-"""Write a checkpoint under a hidden name, check it, and rename it, so that a visible checkpoint is complete.
-
-With several ranks, each rank calls `write_rank`, and one rank calls `commit` with the results of all ranks.
-"""
+"""Write a checkpoint under a hidden name, check it, and rename it. Each rank calls `write_rank`; then one
+rank calls `commit` with the results of all ranks."""
 
 from __future__ import annotations
 
@@ -67,13 +65,12 @@ def save_checkpoint(
     Args:
         tensors: slices that together make up every tensor.
         documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
-        ownership: the training run that saves. Its checkpoint of the same name is replaced, and its oldest
-            checkpoints beyond `keep_max` are deleted. None: no checkpoint is replaced or deleted.
+        ownership: the run whose old checkpoints are replaced and deleted; None: none is replaced or deleted.
         max_file_bytes: maximum size of a file; larger data is split into several.
         verify: whether to read all data back and check it before the checkpoint gets its name.
 
     The other arguments are attributes of :class:`Manifest`. Raises CheckpointError if the checkpoint cannot
-    be written (disk full, no permission, ...). Earlier checkpoints are then unchanged.
+    be written. Earlier checkpoints are then unchanged.
     """
     output_dir, rank_dir = Path(output_dir), rank_directory()
     try:
@@ -160,13 +157,9 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Finish a checkpoint: add ``documents``, ``manifest.json`` and the marker file ``COMPLETE`` to the files
-    that all ranks wrote into ``staged``, and rename the directory. Returns its final path.
-
-    Then the file ``latest`` is updated, and the run's old checkpoints are deleted. Raises CheckpointError if
-    the ranks' slices do not make up whole tensors, if a file is damaged, or if the run must not replace a
-    checkpoint of the same name.
-    """
+    """Finish the checkpoint in ``staged``, to which all ranks have written: add the manifest, rename the
+    directory, and delete the run's old checkpoints. Returns its final path. Raises CheckpointError if the
+    files are incomplete or damaged, or if the run must not replace a checkpoint of the same name."""
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
     written = storage.write_documents(staged, documents or {})

@@ -21,8 +21,8 @@ class Samples:
     """Windows of token ids, int64 ``[windows, s + 1]``: s input tokens, and one more for the labels.
 
     Attributes:
-        calibration: windows from the first nine tenths of the data.
-        measured: windows from the last tenth, on which perplexity is measured.
+        calibration: windows for calibration.
+        measured: windows on which perplexity is measured.
     """
 
     calibration: np.ndarray
@@ -32,8 +32,7 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Read windows of tokens from a corpus or a text file. The windows for calibration are evenly spread over
-    the first nine tenths of the tokens, and the windows for evaluation over the last tenth.
+    """Read windows of tokens for calibration and evaluation from a corpus or a text file.
 
     Args:
         place: the path prefix of a .bin/.idx corpus, or a text file.

@@ -1,8 +1,7 @@
 """Distillation (Hinton et al., 2015): train a model, the student, on the outputs of another one, the teacher.
 
 The loss of a token is ``hard_weight`` times the cross entropy plus ``soft_weight`` times T^2 KL(p || q),
-where p and q are the distributions of teacher and student at temperature T. Evaluation uses only the cross
-entropy. One layer factory builds both models, so every parallel plan slices their logits in the same way.
+where p and q are the distributions of teacher and student at temperature T.
 """
 
 from __future__ import annotations
@@ -110,9 +109,7 @@ class _ChunksWithTeacher(DeferredLogits):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Raise ConfigError if the student's parallel plan cannot be used for a teacher with experts.
-    ``ep_degree`` must divide the number of the teacher's experts. If the student has no experts,
-    ``mp_degree`` must be 1."""
+    """Raise ConfigError if the student's parallel plan cannot be used for a teacher with experts."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -128,11 +125,9 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the teacher from the checkpoint at ``place``, with the weights that this rank needs.
-
-    Raises CheckpointError if there is no checkpoint, or if its vocabulary differs from the student's;
-    ConfigError if the teacher has experts and the parallel plan cannot be used for them.
-    """
+    """Build the teacher from the checkpoint at ``place``, with the weights that this rank needs. Raises
+    CheckpointError if its vocabulary differs from the student's; ConfigError if the parallel plan does not
+    fit its experts."""
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:
@@ -183,7 +178,7 @@ def divergence(
         student, teacher: logits ``[s, b, V]``; only the student gets a gradient.
         true_vocab: vocabulary size without padding.
         temperature: divides the logits of both.
-        group: the tensor-parallel group, if V is this rank's slice of the vocabulary; otherwise None.
+        group: the tensor-parallel group over which V is split; None: V is whole.
     """
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 

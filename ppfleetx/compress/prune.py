@@ -1,9 +1,7 @@
 """Structured pruning: remove attention groups, feed-forward units and whole layers from a model.
 
 An attention group is a key/value head with its query heads. A feed-forward unit is one hidden feature of an
-MLP. Each layer loses the same number of groups and units, but not the same indices, so the result is an
-ordinary model with one size for all layers. Importance scores are computed in float64 from whole tensors, so
-they do not depend on the parallel plan that saved the checkpoint.
+MLP. Each layer loses the same number of groups and of units.
 
 Shape letters: g attention groups, f feed-forward units.
 """
@@ -42,8 +40,10 @@ class GroupsAndUnits:
 class Parts:
     """Which rows or columns of a weight or bias belong to which attention group or feed-forward unit.
 
-    Part number i has the ``width`` elements from i * ``width`` on along dimension ``axis``. The parts are
-    attention groups if ``of_groups``, otherwise feed-forward units.
+    Attributes:
+        of_groups: whether the parts are attention groups, not feed-forward units.
+        axis: the dimension along which the parts follow each other.
+        width: the number of elements of each part along ``axis``.
     """
 
     of_groups: bool
@@ -56,12 +56,8 @@ class Parts:
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """Return how a parameter is divided into attention groups or feed-forward units; None if it is not
-    divided in this way.
-
-    ``own`` is the parameter's name in its layer, such as ``mlp.fc1.weight``. ``shape`` is the shape of the
-    whole parameter.
-    """
+    """Return how a parameter of this ``shape`` is divided into attention groups or feed-forward units, or
+    None if it is not. ``own`` is its name in its layer, such as ``mlp.fc1.weight``."""
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1
@@ -96,17 +92,15 @@ def sizes_after(
     multiple: int = 1,
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
-    """Compute the sizes of a model after pruning. The number of groups or units to remove is rounded down.
+    """Compute the sizes of a model after pruning.
 
     Args:
-        ratio: fraction of the attention groups, the feed-forward units, or both, to remove from each layer.
-        part: what to prune.
-        multiple: the number that remains is rounded up to a multiple of this, for example of a later
-            tensor-parallel degree.
+        ratio: the fraction to remove from each layer.
+        part: what to prune: attention groups, feed-forward units, or both.
+        multiple: the number that remains is rounded up to a multiple of this.
         drop_layers: layers to remove as a whole.
 
-    Raises:
-        ConfigError: too little would remain, or nothing would change.
+    Raises ConfigError if too little would remain, or nothing would change.
     """
     check_network(model)
     check_share(ratio, multiple)
@@ -192,8 +186,8 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
 def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
 ) -> GroupsAndUnits:
-    """Score the attention groups and feed-forward units of a layer by the size of their weights: the sum of
-    magnitudes (``l1_norm``) or squares (``l2_norm``) of all weights that produce or read their output."""
+    """Score the attention groups and feed-forward units of a layer by the sum of magnitudes (``l1_norm``) or
+    squares (``l2_norm``) of their weights."""
 
     def mass(name: str) -> np.ndarray:
         tensor = tensors[f"decoder.layers.{layer}.{name}.weight"]
@@ -207,8 +201,9 @@ def magnitude_scores(
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
     """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each group or unit, in
-    float64. ``values`` is the whole matrix, or a slice of it in which all groups or units are complete.
-    bfloat16 values are passed as bits in uint16."""
+    float64. ``values`` is the matrix, or a slice of complete groups or units. bfloat16 is passed as bits in
+    uint16."""
+    # Sums in float64 do not depend on the parallel plan that saved the checkpoint.
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
         mass = mass**2

@@ -1,7 +1,5 @@
-"""Remove whole experts from mixture-of-experts layers.
-
-Each layer loses the same number of experts, but not the same indices, so the result is an ordinary model. If
-the router chooses from groups of experts, each group loses the same number. Shared experts are kept.
+"""Remove whole experts from mixture-of-experts layers, the same number from each layer. Shared experts are
+kept.
 
 Shape letters: E experts.
 """
@@ -24,12 +22,8 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 
 
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
-    """Return how many experts each layer has after removing the fraction ``ratio`` of them.
-
-    The number to remove is rounded down, and the number that remains is rounded up to a multiple of
-    ``multiple``. Raises ConfigError if the model has no experts, if no expert would be removed, or if the
-    router cannot work with the number that remains, for example because ``top_k`` is larger.
-    """
+    """Return how many experts each layer has after removing the fraction ``ratio`` of them, rounded up to a
+    multiple of ``multiple``. Raises ConfigError if no expert can be removed, or if too few would remain."""
     check_share(ratio, multiple)
     moe = model.moe
     if moe is None:

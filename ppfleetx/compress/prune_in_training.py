@@ -1,16 +1,5 @@
 """Structured pruning during training: attention groups and feed-forward units are set to zero and stay zero.
-
-Pruning a group or unit sets to zero all weights and biases that produce its output, all weights that read it,
-and their optimizer states. They stay zero without a mask: only zeros pass through the part, forward and
-backward, so its gradients are exactly zero, and neither optimizer nor weight decay moves it. A checkpoint
-therefore needs no extra state, and training can resume from it under any parallel plan.
-
-As in ``ppfleetx prune``, importance scores are sums over the weights of the whole model. One rank of the job
-computes the sums of each matrix, in float64. Pruned parts score zero, so they are among the parts
-with the smallest scores again when more parts are pruned.
-
-Settings: ``Compress.Prune``.
-"""
+Settings: ``Compress.Prune``."""
 
 from __future__ import annotations
 
@@ -45,9 +34,7 @@ from ppfleetx.utils.log import get_logger
 
 class PruningInTraining:
     """Prunes a model during training as ``Compress.Prune`` schedules. All ranks call its methods together.
-
-    Raises ConfigError if the network cannot be pruned, or its activation function does not map zero to zero.
-    """
+    Raises ConfigError if the network cannot be pruned in this way."""
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
@@ -58,16 +45,13 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune what the schedule requires at ``step``. At steps between those of the schedule, this does
-        nothing, with one exception.
-
-        The first call after a start or a rollback prunes, at any step, as much as the schedule requires by
-        then, because the checkpoint may have been saved before the latest pruning. Raises ConfigError if
-        pruned parts are no longer zero.
-        """
+        """Prune what the schedule requires at ``step``, if anything. Raises ConfigError if pruned parts are
+        no longer zero."""
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
         self._step, share = step, self._options.share_after(step)
+        # The first call after a start or a rollback prunes at any step, because the checkpoint may be older
+        # than the latest pruning.
         if not share or (self._begun and not self._options.is_due(step)):
             return
         out = self._counts(share)
@@ -154,8 +138,8 @@ class PruningInTraining:
 
     def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
         """Set the groups and units with the smallest scores to zero, and their optimizer states, too. ``out``
-        has two numbers: how many groups and how many units of each layer to set to zero. Returns how many of
-        these groups and units, over all layers, were not zero before."""
+        is the number of groups and of units in each layer to set to zero. Returns how many were not zero
+        before."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -167,6 +151,8 @@ class PruningInTraining:
             num_new += np.count_nonzero(score.groups[gone[-1][0]]) + np.count_nonzero(
                 score.units[gone[-1][1]]
             )
+        # No mask is needed: only zeros pass through these parts, forward and backward, so their gradients are
+        # zero, and neither optimizer nor weight decay changes them.
         states: dict[str, list[Any]] = {}
         for (name, _), tensor in self._runner.optimizer_state().items():
             states.setdefault(name, []).append(tensor)

@@ -16,9 +16,8 @@ class LayerReport:
     Attributes:
         bits: bits per element after quantization.
         before, after: bytes before and after quantization, including scales.
-        weight_error: root mean square of the rounding error of the weight, relative to that of the weight.
-        output_error: root mean square error of the layer's output without bias, relative to the root mean
-            square of the output; None without calibration data.
+        weight_error: relative root mean square error of the weight.
+        output_error: relative root mean square error of the layer's output; None without calibration data.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Report:
         kept: bytes of all parameters that were not quantized.
         perplexity_before, perplexity_after: perplexity on the evaluation data; None without data.
         num_measured: number of tokens of the evaluation data.
-        on_trained_grid: number of matrices rounded exactly as quantization-aware training rounded them.
+        on_trained_grid: number of matrices rounded as in quantization-aware training.
     """
 
     layers: list[LayerReport] = field(default_factory=list)

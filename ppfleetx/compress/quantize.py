@@ -1,10 +1,5 @@
-"""Post-training quantization of a checkpoint.
-
-Stages, such as the embedding or one block, are quantized one after the other, so only one stage of the
-original and of the quantized model is in memory. Calibration windows pass through the stages that are already
-quantized, so each layer is calibrated on the inputs that it gets in the quantized model. Evaluation windows
-pass through both models, to compare their perplexities.
-"""
+"""Post-training quantization of a checkpoint. The stages of the model, such as the embedding or one block,
+are quantized one after the other to save memory."""
 
 from __future__ import annotations
 
@@ -75,10 +70,9 @@ class Options:
     Attributes:
         weights: the storage format of quantized weights.
         method: ``rtn``, round to nearest, or ``gptq``, which needs calibration data.
-        smooth: whether to apply SmoothQuant first, which moves outliers of activations into the weights. It
-            needs calibration data.
-        trained: the settings of the quantization-aware training that made the checkpoint, so that weights are
-            rounded as in training; None if there was none.
+        smooth: whether to apply SmoothQuant first, which needs calibration data.
+        trained: the settings of the quantization-aware training that made the checkpoint; None if there was
+            none.
     """
 
     weights: WeightsConfig
@@ -122,19 +116,13 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Return ``weights`` with the group size: how many consecutive input features share a scale.
-
-    The group size divides the number of input features of all matrices to quantize, and the hidden size. For
-    8-bit weights, it is 32 or 16; if neither is possible, each output feature has one scale, and there are no
-    offsets.
-
-    For 4-bit weights, it is 32, 16 or 8. Matrices whose number of input features is not a multiple of 8 are
-    not quantized, with a warning; ConfigError is raised if this is so for all matrices. If the hidden size is
-    not a multiple of 8, there are no offsets; the group size then need not divide the hidden size.
-    """
+    """Choose the group size, the number of consecutive input features that share a scale. Returns ``weights``
+    with it. Matrices that cannot be stored in 4 bits are skipped with a warning. Raises ConfigError if this
+    is so for all matrices."""
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
         common = math.gcd(model.hidden_size, *wanted.values())
+        # Without a group size, each output feature has one scale, and there are no offsets.
         group = next((size for size in GROUPS[:-1] if common % size == 0), None)
         return weights.model_copy(update={"group_size": group, "asymmetric": group is not None})
     odd = {layer: n for layer, n in wanted.items() if n % GROUP_MULTIPLE}
@@ -177,7 +165,7 @@ class Quantizer:
     """Quantizes the model in a checkpoint with `run`, and collects a `report`.
 
     Args:
-        room: an empty directory for temporary files with the quantized tensors.
+        room: an empty directory for temporary files.
         samples: data for calibration and evaluation; None: neither is done.
     """
 
@@ -199,8 +187,9 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns all its tensors as slices to save, which are read from ``room``. Raises
-        DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the model."""
+        """Quantize the model. Returns all its tensors as slices, which must be saved while ``room`` exists.
+        Raises DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the
+        model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
         # For whole windows, float products are faster. Only rounded activations need the quantized layers.
@@ -370,8 +359,9 @@ class Quantizer:
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
     """Describe the most extreme input feature of a layer, for a warning. Empty if none is an outlier.
 
-    ``inputs [k]`` has the largest magnitude of each input feature in the calibration data. ``rows [k]`` has
-    the largest magnitude of the weights that each input feature is multiplied by.
+    Args:
+        inputs: the largest magnitude ``[k]`` of each input feature.
+        rows: the largest magnitude ``[k]`` of its weights.
     """
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
@@ -383,11 +373,8 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 
 class _Products:
-    """Context manager that measures the output error of quantized linear layers during forward passes.
-
-    The error is relative to the original weight's output on the same inputs. It is measured only for layers
-    that also round activations. For all other layers, :func:`output_error` computes it from the weights.
-    """
+    """Context manager that measures, during forward passes, the output error of quantized linear layers that
+    also round activations."""
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
         self._weights = canonical_parameters(layer)
@@ -432,7 +419,7 @@ class _Inputs:
 
     Attributes:
         layer: the stage that contains the linear layers.
-        linears: their names.
+        linears: the names of the linear layers.
         sums: name -> ``X^T X [k, k]`` float64, for k input features.
         largest: name -> the largest magnitude ``[k]`` of each input feature.
     """

@@ -1,18 +1,13 @@
 """Round matrices to grids of few bits: round to nearest, GPTQ, SmoothQuant, and the grid of
 quantization-aware training.
 
-A grid is the set of values that b-bit integers can represent. On a symmetric grid, a number x is stored as
-the integer q = round(x / scale) and read as q * scale, where q is from -(2^(b-1) - 1) to 2^(b-1) - 1.
-Rounding is to nearest, ties to even. On an asymmetric grid, q is from -2^(b-1) to 2^(b-1) - 1 and is read as
-q * scale + offset.
+A grid is the set of values to which elements can be rounded. An integer q stands for ``q * scale`` on a
+symmetric grid, and for ``q * scale + offset`` on an asymmetric grid.
 
 A matrix is ``[k, n]``: k input features, n output features. Input features may be divided into g groups of
 ``k / g`` consecutive ones. Scales of symmetric grids are float32: ``[1, 1]``, one for the whole matrix;
 ``[1, n]``, one per output feature; or ``[g, n]``, one per group and output feature. Scales and offsets of
 asymmetric grids are one float16 array ``[2 g, n]``: for each group a row of scales and then a row of offsets.
-
-llama.cpp's Q4_1, AWQ and most GPTQ files use asymmetric 4-bit grids. Their values can be stored without loss
-on our asymmetric 8-bit grids, whose steps are 17 times as fine.
 """
 
 from __future__ import annotations
@@ -61,15 +56,10 @@ def scales_of(
     Args:
         per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
         group_size: how many consecutive input features share a scale; None: all.
-        method: how to choose the value that the largest integer stands for. ``absmax``: it is the largest
-            magnitude of the weights that share the scale. ``mse``: 26 values are tried, from the largest
-            magnitude down to half of it, and the one with the smallest squared rounding error is chosen.
+        method: ``absmax`` makes the largest magnitude the largest value of the grid. ``mse`` searches for the
+            scale with the smallest squared rounding error.
 
-    Returns:
-        float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
-
-    Raises:
-        DataError: an element is NaN or infinite.
+    Returns float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``. Raises DataError if an element is NaN or infinite.
     """
     if not np.isfinite(weight).all():
         raise DataError("the matrix holds NaN or infinite values, which have no place on a grid")
@@ -83,14 +73,8 @@ def scales_of(
 
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
     """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid, float16 ``[2 g, n]``.
-
-    Several grids are tried for each group and output feature, and the one with the smallest squared error is
-    chosen. The first is llama.cpp's Q8_0 for 8 bits, or its Q4_0 for fewer bits. The second covers the range
-    of the weights. For fewer than 8 bits, grids that cover 80 to 95 % of this range are tried, too. Each of
-    these grids is tried a second time after a least-squares fit to the weights.
-
-    Raises DataError if a weight is NaN, or too large for float16.
-    """
+    Several grids are tried, and the one with the smallest squared error is chosen. Raises DataError if a
+    weight is NaN, or too large for float16."""
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
             f"the matrix holds NaN or infinite values or values beyond {_LARGEST_HALF:,.0f}, which have no "
@@ -99,6 +83,7 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
     grouped = _grouped(np.asarray(weight, np.float32), _num_groups(weight.shape[0], group_size))
     best, least = None, None
     for grid in _grids(grouped, bits):
+        # Try the grid as it is, and after a least-squares fit to the weights.
         for _ in range(2):
             levels = _rounded_with_offsets(grouped, *grid, bits)
             error = np.square(levels * grid[0] + grid[1] - grouped).sum(axis=1, keepdims=True)
@@ -241,8 +226,8 @@ class Stored:
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Raise ConfigError if the layer ``name`` cannot be stored in the format ``form``. The group size of
-    ``form`` must divide ``in_features``. If the format has 4 bits, 8 must divide ``in_features``, too."""
+    """Raise ConfigError if a layer with ``in_features`` input features cannot be stored in the format
+    ``form``."""
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
         raise ConfigError(
@@ -281,14 +266,10 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
     """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022), with the same scales as :func:`nearest`.
-
-    The weights of one input feature are rounded at a time, beginning with the feature that has the largest
-    sum of squared inputs. After each feature, the weights of the features that are not yet rounded are
-    adjusted to compensate for the error. ``hessian [k, k]`` is ``X^T X`` in float64, where X are the layer's
-    inputs.
-    """
+    ``hessian [k, k]`` is ``X^T X`` in float64, where X are the layer's inputs."""
     scale = _scale_of(weight, form)
     size = weight.shape[0]
+    # Features with the largest sums of squared inputs are rounded first.
     order = np.argsort(-np.diag(hessian), kind="stable")
     rows = weight[order].astype(np.float32)
     steps, offsets = (scale[0::2], scale[1::2]) if form.asymmetric else (scale, np.zeros_like(scale))
@@ -331,8 +312,8 @@ def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
 
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
-    """Return the error of a layer's output ``X W`` after its weight W is quantized: its root mean square,
-    relative to that of ``X W``.
+    """Return the root mean square error of a layer's output ``X W`` after quantization of W, relative to the
+    root mean square of ``X W``.
 
     Args:
         weight: W ``[k, n]``.
@@ -350,10 +331,7 @@ def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
     """Quantize a layer's ``weight [k, n]`` exactly as quantization-aware training with ``cfg`` rounded it.
-
-    A learned clipping value is read from ``checkpoint``. Returns None if training did not round this layer,
-    or used more bits than the storage format ``form`` has.
-    """
+    Returns None if training did not round this layer, or if ``form`` has too few bits."""
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
         return None
@@ -375,12 +353,11 @@ def smooth_block(
 ) -> dict[str, np.ndarray]:
     """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block that read the output of a norm.
 
-    Each input feature of such a layer is divided by a factor, by dividing the weight and bias of the norm.
-    The layer's weights for this feature are multiplied by the same factor, so the block computes the same
-    function.
+    Args:
+        parameters: the parameters of the block, which are changed in place.
+        largest: the largest magnitude ``[k]`` of each input feature, by linear layer.
 
-    ``parameters`` are changed in place. ``largest`` has the largest magnitude ``[k]`` of each input feature
-    in calibration data, by linear layer. Returns the factors ``[k]`` by linear layer.
+    Returns the factors ``[k]`` by which input features were divided, by linear layer.
     """
     factors = {}
     for linear, norm in _after_norms(parameters):

@@ -1,12 +1,7 @@
 """Measure the importance of attention groups, feed-forward units and experts on calibration data.
 
 The importance of a group or unit is its first-order effect on the loss (Michel et al., "Are Sixteen Heads
-Really Better than One?", 2019). Suppose that its output is multiplied by a factor. The effect is the
-derivative of the loss with respect to this factor, where the factor is 1. It equals the sum of weight times
-gradient over the weights that read the output. Its absolute value is computed for each batch of windows, and
-added up over the batches.
-
-The importance of an expert is the fraction of all routing weight that it gets.
+Really Better than One?", 2019). The importance of an expert is its share of all routing weight.
 """
 
 from __future__ import annotations
@@ -37,9 +32,8 @@ def saliency_scores(
     checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 ) -> dict[int, GroupsAndUnits]:
     """Compute the importance of every layer's attention groups and feed-forward units, by layer number.
-
-    ``windows`` are token ids ``[c, s + 1]``: c windows, each with s input tokens and one more for the labels.
-    """
+    ``windows`` are token ids ``[c, s + 1]``: c windows of s input tokens and one more token for the
+    labels."""
     network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
     layers = range(model.num_layers)
@@ -51,6 +45,7 @@ def saliency_scores(
         _backward(network, windows[start : start + _ROWS], model.vocab_size)
         for (layer, name), weight in read.items():
             parts = _READING[name](model)
+            # The sum of weight times gradient is the derivative of the loss by a factor on the output.
             product = (weight.detach() * weight.grad).sum(axis=1).numpy().astype(np.float64)
             sums[layer, name] = sums[layer, name] + np.abs(product.reshape(parts, -1).sum(axis=1))
             weight.clear_gradient(set_to_zero=False)
@@ -59,9 +54,7 @@ def saliency_scores(
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
     """Compute each expert's share of the routing weights of all tokens: ``[experts]`` by layer number.
-
-    ``windows`` are token ids ``[c, s + 1]``, of which the last token is not used.
-    """
+    ``windows`` are as for :func:`saliency_scores`."""
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
     sums = [np.zeros(num_experts) for _ in routers]

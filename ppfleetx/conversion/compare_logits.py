@@ -25,12 +25,7 @@ _SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 @dataclass(frozen=True)
 class Probe:
-    """Token ids and positions, both ``[b, s]``, on which the logits of two networks are compared.
-
-    There are two sequences. One has consecutive positions. The positions of the other are spread over the
-    model's maximum length, which reveals errors in slow rotary frequencies and in late rows of a position
-    table.
-    """
+    """Token ids and positions, both ``[b, s]``, on which the logits of two networks are compared."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -82,11 +77,8 @@ def our_logits(
 
 
 def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
-    """Return the largest absolute difference between two arrays of logits.
-
-    Raises CheckpointError if it exceeds TOLERANCE (times the largest logit, if that is above 1), or if a
-    logit is not finite. ``whose`` names the two sources in the message.
-    """
+    """Return the largest absolute difference between two arrays of logits. Raises CheckpointError if it
+    exceeds `TOLERANCE` or a logit is not finite; ``whose`` names the two sources in the message."""
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
             f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"
@@ -115,4 +107,5 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
+    # Spread positions reveal errors in slow rotary frequencies and in late rows of a position table.
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

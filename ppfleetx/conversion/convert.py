@@ -49,10 +49,9 @@ class Conversion:
         source, target: the formats of input and output, as ``--from`` and ``--to`` name them.
         input, output: a directory; for `gguf`, a file.
         model: the network; None if the source describes it.
-        dtype: the element type of the output: `float32`, `float16` or `bfloat16`, and for `gguf` also one of
-            gguf.QUANTIZED; None keeps the types of the source.
-        merge: join the files of all ranks, including optimizer state. Only from ppfleetx to ppfleetx.
-        plan: the parallel plan to split the checkpoint for. Only from ppfleetx to ppfleetx.
+        dtype: the element type of the output, such as `bfloat16`; None keeps the types of the source.
+        merge: whether to join the files of all ranks of a checkpoint of ppfleetx.
+        plan: the parallel plan to split a checkpoint of ppfleetx for.
         tokenizer: a directory of tokenizer files to use in place of the source's.
     """
 
@@ -69,11 +68,8 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Run a conversion. Returns the path of the step directory, Hugging Face directory or GGUF file.
-
-    Raises CheckpointError if the source cannot be read, has a NaN or an infinity, or has a network that the
-    target format does not support; ConfigError if an argument is wrong.
-    """
+    """Run a conversion. Returns the path of the result. Raises CheckpointError if the source cannot be read
+    or the target format does not support its network; ConfigError if an argument is wrong."""
     _check(job)
     if job.plan is not None:
         return reshard(job.input, job.output, job.plan)
@@ -180,19 +176,15 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Check a conversion from or to Hugging Face's format. Returns the largest absolute difference of logits.
-
-    Our network computes the logits of the source and of the result on random tokens. If transformers is
-    available, its logits for the Hugging Face directory must agree as well. If the conversion rounds weights
-    to another type, the source's weights are rounded in the same way first.
+    """Compare the logits of source and result of a conversion from or to Hugging Face's format. Returns the
+    largest absolute difference.
 
     Args:
         written: the result of ``job``.
-        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if possible.
+        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
+            them.
 
-    Raises:
-        CheckpointError: neither side is in Hugging Face's format, or the logits differ by more than
-            `compare_logits.TOLERANCE` (times the largest logit, if that is above 1).
+    Raises CheckpointError if the logits differ too much, or if these formats cannot be compared.
     """
     if "hf" not in (job.source, job.target) or job.target == "gguf":
         raise CheckpointError(
@@ -222,11 +214,8 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """Return the interpreter for transformers: ``given``, or this one if it has transformers, or None.
-
-    transformers cannot read directories that Paddle's libraries wrote. For such a ``directory``, the result
-    is None; if ``given`` is not None, CheckpointError is raised.
-    """
+    """Return the Python interpreter in which transformers reads ``directory``, or None if there is none.
+    Raises CheckpointError if an interpreter is ``given`` and transformers cannot read the directory."""
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(

@@ -56,10 +56,8 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Say what the checkpoint of another program is, and how to convert it. The text starts with the path.
-
-    None if ``path`` is not recognized, does not exist, or can be used without conversion.
-    """
+    """Say what the checkpoint of another program is, and how to convert it. None if ``path`` is not
+    recognized or needs no conversion."""
     if str(path).startswith(HUB):
         return (
             f"{path} is a model of the Hugging Face hub, which is downloaded where a model is an argument "

@@ -1,10 +1,4 @@
-"""Read FleetX's checkpoints: one ``model.pdparams``, or one in each rank's directory.
-
-Only weights are read. Optimizer states cannot be assigned to parameters, because Paddle names them by the
-order in which they were created. Slices of tensor-parallel ranks are the same as ours. Pipeline ranks number
-their layers over the whole pipeline, and the embedding is layer 0. All sharding ranks write the same
-parameters, so only the files of sharding rank 0 are read.
-"""
+"""Read the weights of FleetX's checkpoints: one ``model.pdparams``, or one in each rank's directory."""
 
 from __future__ import annotations
 
@@ -65,14 +59,13 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
     """Read the weights of a FleetX checkpoint, and join the slices of its ranks.
 
     Args:
-        path: a directory with ``model.pdparams`` or with rank directories, or the directory of the only rank.
+        path: the directory of the checkpoint, or of its only rank.
         model: the network; needed only if q, k and v are separate parameters.
 
-    Raises:
-        RefusedPickleError: a file contains more than arrays and containers.
-        CheckpointError: ranks are missing, files are damaged, or a tensor is not a parameter of FleetX's GPT.
+    Raises CheckpointError if ranks are missing, files are damaged or refused, or a parameter is unknown.
     """
     path = Path(path)
+    # Optimizer states cannot be read, because Paddle names them by the order of their creation.
     files = _rank_files(path)
     tensors: dict[str, LazyTensor] = {}
     for pp in sorted({pp for _, pp in files}):
@@ -113,7 +106,7 @@ def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
     for child in path.glob("mp_*_sharding_*_pp_*"):
         if match := _RANK.fullmatch(child.name):
             mp, sharding, pp = (int(number) for number in match.groups())
-            if sharding == 0:
+            if sharding == 0:  # all sharding ranks write the same parameters
                 found[mp, pp] = child / MODEL_FILE
     if not found:
         raise CheckpointError(f"{path} holds no {MODEL_FILE}, alone or in rank directories")

@@ -1,9 +1,5 @@
-"""Read and write GGUF, the file format of llama.cpp. One file contains network, weights and tokenizer.
-
-The conversion goes through Hugging Face's format: metadata become a ``config.json``, and tensors get Hugging
-Face's names. :mod:`ppfleetx.conversion.huggingface` converts both to our format. The ``gguf`` library handles
-bytes, element types and tensor names.
-"""
+"""Read and write GGUF, llama.cpp's file format for network, weights and tokenizer. The conversion goes
+through Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ class Architecture:
         model_type: Hugging Face's ``model_type``.
         keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
         fixed: keys of ``config.json`` that have the same value for all files of this architecture.
-        biases: key of ``config.json`` -> a tensor; the key is true if the file has this tensor.
+        biases: key of ``config.json`` -> the tensor whose presence makes the key true.
         rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
     """
 
@@ -152,12 +148,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """Read the weights of a GGUF file lazily. Quantized weights are dequantized to float32.
-
-    Raises:
-        CheckpointError: the file is damaged, is one of several parts, or has an unsupported network.
-        NotInstalledError: the ``gguf`` package is not installed.
-    """
+    """Read the weights of a GGUF file lazily, quantized weights as float32. Raises CheckpointError if the
+    file is damaged or not supported; NotInstalledError if the ``gguf`` package is not installed."""
     path = Path(path)
     metadata, tensors = _opened(path)
     factors = tensors.pop(_ROPE_FACTORS, None)
@@ -222,11 +214,10 @@ def _library() -> Any:
     return gguf
 
 
+# Opening a file takes seconds if the vocabulary is large.
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """Open a GGUF file. Opening takes seconds if the vocabulary is large, so the file that was opened last is
-    cached. ``version`` is not used to open the file. It changes if the file is replaced, so that the new file
-    is opened instead of using the cache."""
+    """Open a GGUF file. The file that was opened last is cached as long as its ``version`` stays the same."""
     return _library().GGUFReader(path)
 
 
@@ -272,10 +263,11 @@ def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
 def _config(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Build the ``config.json`` of a supported network in a GGUF file, or raise CheckpointError.
+    """Build the ``config.json`` of the network in a GGUF file. Raises CheckpointError if it is not supported.
 
-    ``shapes`` has the shapes of the tensors, by llama.cpp's names, and ``factors`` the divisors of the rotary
-    frequencies, if the file has them.
+    Args:
+        shapes: the shapes of the tensors, by llama.cpp's names.
+        factors: the divisors of the rotary frequencies, if the file has them.
     """
     name = metadata.get("general.architecture")
     row = _BY_NAME.get(name) if isinstance(name, str) else None
@@ -435,12 +427,11 @@ def write_gguf(
 
     Args:
         tensors: all parameters of ``model`` by ppfleetx's names, including vocabulary padding.
-        tokenizer: the tokenizer to store in the file, with its chat template.
+        tokenizer: the tokenizer to store in the file.
         dtype: one of QUANTIZED; None keeps the element types of ``tensors``.
         source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
 
-    Raises:
-        CheckpointError: llama.cpp does not support the network or the tokenizer.
+    Raises CheckpointError if llama.cpp does not support the network or the tokenizer.
     """
     library, path = _library(), Path(path)
     kinds = library.GGMLQuantizationType
@@ -507,12 +498,8 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """Choose the element type of a tensor in the GGUF file, as llama.cpp does.
-
-    Vectors and position embeddings are float32. All other tensors keep their type if ``dtype`` is None. If
-    ``dtype`` is a quantized type, the embedding and the head get 8 bits, and all other matrices get
-    ``dtype``, except that matrices whose rows do not divide into blocks are float16.
-    """
+    """Choose the element type of a tensor in the GGUF file, as llama.cpp does. ``dtype`` is the type for
+    matrices; None keeps the tensor's type."""
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:
@@ -547,9 +534,8 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
 
 
 def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add the divisors of the rotary frequencies to ``tensors``, and return them. A GGUF file needs them if
-    the network uses Llama 3's rotary scaling. For other networks, nothing is added, and the result is None.
-    """
+    """Add the frequency divisors of Llama 3's rotary scaling to ``tensors``, and return them. Returns None if
+    the network does not use this scaling."""
     if model.rope_scaling is None or model.rope_scaling.type != "llama3":
         return None
     factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)

@@ -1,9 +1,5 @@
-"""Convert tokenizers between GGUF metadata and the tokenizer files of transformers.
-
-GGUF files have two kinds of BPE. ``gpt2`` is byte-level BPE: a regular expression splits text into pieces,
-and bytes are merged within a piece. The file has only the expression's name. ``llama`` merges characters, as
-SentencePiece does, and has a score for each token in place of a list of merges.
-"""
+"""Convert tokenizers between GGUF metadata and the tokenizer files of transformers. Two kinds of BPE are
+supported: ``gpt2``, which merges bytes, and ``llama``, which merges characters."""
 
 from __future__ import annotations
 
@@ -42,6 +38,7 @@ def _gpt4_pattern(digits: str) -> str:
     )
 
 
+# A GGUF file has only the name of the regular expression that splits text into pieces.
 _CUTS = {
     "gpt-2": BYTE_LEVEL,
     "smollm": _DIGITS,
@@ -109,7 +106,7 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
 
 def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
     """Return the id of the special token ``name``, such as ``bos``, from GGUF metadata. None if the metadata
-    have no id for it, or have a number that is not the id of a token, such as -1."""
+    have no valid id for it."""
     number = metadata.get(f"{_KEY}{name}_token_id")
     return number if number is not None and 0 <= number < num_tokens else None
 
@@ -166,13 +163,13 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """Make the list of BPE merges from the scores of tokens. The merges that produce a token are all pairs of
-    tokens whose texts together are its text. Merges are sorted by the score of the token that they produce,
-    highest first."""
+    """Make the list of BPE merges from the scores of tokens. Merges that produce tokens with higher scores
+    come first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
             continue
+        # A token is merged from every pair of tokens whose texts together are its text.
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
         found += [(-scores[number], vocab[left], vocab[right], left, right) for left, right in known]
@@ -257,7 +254,7 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
     Args:
         token: the token; None for a row of the embedding without a token.
         added: its entry in ``added_tokens`` of the ``tokenizer.json``.
-        characters: the ``model`` of a ``tokenizer.json`` that merges characters; empty for byte-level BPE.
+        characters: the ``model`` of the ``tokenizer.json`` if it merges characters, otherwise empty.
     """
     if token is None:
         return _UNUSED

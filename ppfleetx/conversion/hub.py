@@ -1,9 +1,5 @@
-"""Download models from the Hugging Face hub, written ``hf:org/name`` or ``hf:org/name@revision``.
-
-Nothing is downloaded unless the user writes ``hf:``. ``huggingface_hub`` caches the files (``HF_HUB_CACHE``,
-``HF_HOME``) and reads its own settings for server, login and offline mode (``HF_ENDPOINT``, ``HF_TOKEN``,
-``HF_HUB_OFFLINE``).
-"""
+"""Download models from the Hugging Face hub, written ``hf:org/name`` or ``hf:org/name@revision``. The
+environment variables of ``huggingface_hub``, such as ``HF_TOKEN``, apply."""
 
 from __future__ import annotations
 
@@ -74,15 +70,8 @@ def may_be_of_hub(place: str | Path) -> bool:
 
 def local_directory(place: str | Path) -> Path:
     """Return the directory of a model, after downloading it if ``place`` is a name ``hf:...`` on the hub.
-
-    The download consists of configuration, tokenizer and weights (safetensors, or if there are none, PyTorch
-    files). Without a connection, the files in the cache are used.
-
-    Raises:
-        CheckpointError: the model does not exist, is not accessible or not supported, or the download failed
-            or is corrupt.
-        NotInstalledError: ``huggingface_hub`` is not installed.
-    """
+    Raises CheckpointError if the download fails or the model is not supported; NotInstalledError if
+    ``huggingface_hub`` is not installed."""
     name = hub_name(place)
     return Path(place) if name is None else _Download(name).run()
 

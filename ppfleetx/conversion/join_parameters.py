@@ -1,9 +1,5 @@
-"""Join the matrices of a fused parameter, and the slices of tensor-parallel ranks.
-
-A fused parameter is one matrix made of several, such as q, k and v, or gate and up. They are interleaved
-along the output features as the parameter declares. Slices come from files of Megatron-LM and FleetX, which
-write one file per tensor-parallel and pipeline rank.
-"""
+"""Join the matrices of a fused parameter (q, k and v; gate and up), and the slices of tensor-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +47,8 @@ def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
 
 
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
-    """Join the slices of each parameter from all tensor-parallel ranks, in the layout of ppfleetx. Raises
-    CheckpointError, naming ``directory``, if a rank lacks a parameter or slices do not fit together."""
+    """Join the slices of each parameter from all tensor-parallel ranks. Raises CheckpointError if a rank
+    lacks a parameter or slices do not fit together."""
     whole = {}
     for name, first in ranks[0].items():
         if any(name not in rank for rank in ranks):

@@ -1,13 +1,6 @@
-"""Read Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``).
-
-Supported: GPT weights with tensor, pipeline (interleaved or not) and expert parallelism, with the parameter
-names of legacy models (``language_model.encoder...``) or of Megatron core (``decoder.layers...``), and the
-options in ``args``. Not supported: optimizer and random states, and the distributed format (``.distcp``).
-
-Megatron's linear weights are ``[out, in]``. The rows of fused q, k, v have had three orders, by the file's
-``checkpoint_version``: ``[3, heads, d]`` in version 0, ``[heads, d, 3]`` in version 1, and from version 2 on
-grouped per key/value head, like ours (d is the size of a head).
-"""
+"""Read GPT weights from Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``), of
+legacy models or of Megatron core. Optimizer states and the distributed format (``.distcp``) are not
+supported."""
 
 from __future__ import annotations
 
@@ -84,13 +77,10 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
     """Read the weights of a classic Megatron-LM checkpoint, and join the slices of its ranks.
 
     Args:
-        path: the directory with ``latest_checkpointed_iteration.txt``, the directory of one iteration (or
-            ``release``), or the directory of the only rank.
+        path: the directory of the checkpoint, of one iteration, or of the only rank.
         model: the network; needed if the files do not contain Megatron's ``args``.
 
-    Raises:
-        RefusedPickleError: a file contains more than arrays and containers.
-        CheckpointError: ranks are missing, files are damaged, or an option is not supported.
+    Raises CheckpointError if ranks are missing, files are damaged or refused, or an option is not supported.
     """
     directory = _iteration(Path(path))
     files = _rank_files(directory)
@@ -165,10 +155,12 @@ def _grids(
 ) -> list[dict[tuple[int, int], Path]]:
     """Return {(tensor-parallel rank, pipeline rank): file} for each expert-parallel rank.
 
-    ``files`` has the files by the numbers in the names of their directories. The first number is the
-    tensor-parallel rank. The pipeline rank follows if the pipeline-parallel degree is above 1, and then the
-    expert-parallel rank if the expert-parallel degree is above 1.
+    Args:
+        files: the files, by the numbers in the names of their directories.
+        arguments: Megatron's options, with the parallel degrees.
     """
+    # The numbers are the tensor-parallel rank, the pipeline rank if there are several, and the
+    # expert-parallel rank if there are several.
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
     grids: dict[int, dict[tuple[int, int], Path]] = {}
@@ -280,6 +272,7 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
     checkpoint version 2. ``version`` is the checkpoint version of ``array``."""
     if version >= 2.0:
         return array
+    # Version 0 has the order [3, heads, head_dim], version 1 [heads, head_dim, 3].
     heads = prod(array.shape[:1]) // (3 * head_dim)
     rest = array.shape[1:]
     if version >= 1.0:

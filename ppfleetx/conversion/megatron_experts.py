@@ -1,11 +1,5 @@
-"""Mixture-of-experts weights in Megatron-LM's classic checkpoints.
-
-Each expert-parallel rank has a file with its experts, numbered from 0; all other parameters are the same in
-all files. Experts are stored in one of three ways. Each expert N can be a layer of its own
-(``local_experts.N.linear_fc1.weight``). With Transformer Engine, all experts are one layer with a tensor for
-each expert (``linear_fc1.weightN``). In older versions, one tensor contains the matrices of all experts
-(``weight1`` for the first linear layer, ``weight2`` for the second).
-"""
+"""Mixture-of-experts weights in Megatron-LM's classic checkpoints. Each expert-parallel rank has a file with
+its experts, numbered from 0."""
 
 from __future__ import annotations
 
@@ -32,6 +26,8 @@ _READ = (
     "routed_scaling_factor",
 )  # fmt: skip
 _REFUSED = ("moe_apply_probs_on_input", "moe_latent_size", "moe_tp_extend_ep")
+# An expert is a layer (local_experts.N.linear_fc1.weight), or with Transformer Engine one tensor of a layer
+# (linear_fc1.weightN). In older versions, one tensor contains the matrices of all experts.
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<layer>\d+)\.)?linear_(?P<linear>fc[12])\."
     r"(?P<kind>weight|bias)(?P<grouped>\d*)"
@@ -104,8 +100,8 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Select the parameters to take from the file of expert-parallel rank ``rank`` of ``ep``: its experts,
-    numbered within all experts of the layer, and for rank 0 also all other parameters."""
+    """Return the parameters to take from the file of expert-parallel rank ``rank`` of ``ep``: its experts,
+    renumbered within the layer, and for rank 0 all other parameters, too."""
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)
@@ -119,8 +115,8 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Stack the matrices of each layer's experts into one tensor per kind of matrix, with the experts as the
-    first dimension. Raises CheckpointError if experts are missing, unexpected or of different shapes."""
+    """Stack the matrices of each layer's experts into tensors whose first dimension is the expert. Raises
+    CheckpointError if experts are missing, unexpected or of different shapes."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

@@ -28,11 +28,8 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a Paddle state dict, by name. Other entries are ignored.
-
-    uint16 arrays are read as bfloat16, which Paddle stores in this way. Raises RefusedPickleError, before any
-    code runs, if the file tries to run code; CheckpointError if it is damaged or not a Paddle state dict.
-    """
+    """Read the tensors of a Paddle state dict, by name, without running code from the file. Raises
+    RefusedPickleError if the file tries to run code; CheckpointError if it is damaged."""
     path = Path(path)
     with opened(path) as file, reading(path):
         tree = WeightsUnpickler(file, PADDLE_NAMES).load()
@@ -51,10 +48,8 @@ def _tensor(value: Any) -> LazyTensor | None:
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Join the tensors that Paddle split into chunks because of the size limit of old pickle protocols.
-
-    ``chunked`` is Paddle's list of these tensors: name -> original shape and names of the chunks.
-    """
+    """Join the tensors that Paddle split into chunks. ``chunked`` is Paddle's list of them: name -> original
+    shape and names of the chunks."""
     tensors.pop(_NAME_TABLE, None)
     for name, form in chunked.items():
         shape = tuple(map(operator.index, form["OriginShape"]))

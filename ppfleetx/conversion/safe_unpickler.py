@@ -1,9 +1,5 @@
-"""Unpickle weights without running code from the file.
-
-A pickle builds objects by naming classes and functions. Only the names in the tables below are allowed, which
-build arrays and containers; any other name is refused before anything is imported. Objects of some further
-classes, such as Megatron's options, are read as data (:class:`Record`).
-"""
+"""Unpickle weights without running code from the file. Only the names in the tables below are allowed, which
+build arrays and containers. Objects of some other classes are read as data (:class:`Record`)."""
 
 from __future__ import annotations
 
@@ -66,8 +62,7 @@ class WeightsUnpickler(pickle.Unpickler):
         file: the pickle.
         names: allowed name -> the object to use for it.
         record_prefixes: prefixes of the full names of classes whose objects are read as :class:`Record`.
-        persistent: makes the object for a persistent id, with which pickles refer to data outside of them,
-            such as a PyTorch storage; None refuses persistent ids.
+        persistent: makes the object for a persistent id, such as a PyTorch storage; None refuses such ids.
     """
 
     def __init__(

@@ -1,9 +1,5 @@
-"""Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file.
-
-A tensor is a view of a storage, a flat array, which is read only when one of its tensors is. Since PyTorch
-1.6, a file is a zip archive with ``data.pkl`` and one member per storage. Older files are five pickles
-followed by the storages.
-"""
+"""Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file. The format
+before PyTorch 1.6 is supported as well."""
 
 from __future__ import annotations
 
@@ -80,10 +76,8 @@ class TorchTensor(LazyTensor):
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
     """Read the object in a PyTorch file. Its tensors are read lazily.
 
-    The object may contain tensors, containers, and objects of classes whose full names start with one of
-    ``record_prefixes``; each such object becomes a ``Record``. If the file contains anything else,
-    RefusedPickleError is raised before any code runs. CheckpointError is raised if the file is damaged or not
-    a PyTorch file.
+    Objects of classes whose full names start with one of ``record_prefixes`` become a ``Record``. Raises
+    RefusedPickleError if the file contains objects of other classes; CheckpointError if it is damaged.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -206,9 +200,8 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Stands in for ``getattr`` in a pickle. Some Python versions pickle an enum member as
-    ``getattr(class, name)``; the result is a record of the member. Raises RefusedPickleError for any other
-    call."""
+    """Return the record of an enum member, which some pickles name as ``getattr(class, name)``. Raises
+    RefusedPickleError for any other use of ``getattr``."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

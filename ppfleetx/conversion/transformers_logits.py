@@ -2,8 +2,7 @@
 
     python transformers_logits.py DIRECTORY PROBE.npz LOGITS.npy
 
-Any interpreter that has transformers can run it. It does not import ppfleetx, download anything, or run code
-that comes with the model.
+It does not import ppfleetx, so any interpreter that has transformers can run it.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def hf_config(
         original: the ``config.json`` that the weights came with, which is kept if it describes this network.
         token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``.
 
-    Raises:
-        CheckpointError: no Hugging Face network matches. The message names the keys that differ.
+    Raises CheckpointError if no Hugging Face network matches.
     """
     if original is not None and describes(original, model):
         config = {key: value for key, value in original.items() if key != "dtype"}

@@ -1,9 +1,5 @@
-"""Convert a Hugging Face ``config.json`` to our ``Model`` section.
-
-Keys without effect on the network's output are ignored. Unknown keys are ignored, too; :func:`unknown_keys`
-lists them for a warning. A key of a feature that we do not support is accepted only if its value turns the
-feature off. A null value means that the key is not given.
-"""
+"""Convert a Hugging Face ``config.json`` to our ``Model`` section. Unknown keys are ignored. A key of an
+unsupported feature is accepted only if its value turns the feature off."""
 
 from __future__ import annotations
 
@@ -200,15 +196,12 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the keys of Paddle's libraries from a ``config.json``. Keys that only turn off a feature are
-    removed, too. ``tie_word_embeddings``, which these libraries may omit, is set to its value in ``keys``,
-    the result of :func:`model_keys`.
-
-    A ``config.json`` without a key of Paddle's libraries is returned unchanged.
-    """
+    """Remove the keys that transformers does not need from a ``config.json`` of Paddle's libraries. ``keys``
+    is the result of :func:`model_keys` for it."""
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
+    # Paddle's libraries may omit tie_word_embeddings.
     return kept | {"tie_word_embeddings": keys["tie_word_embeddings"]}
 
 

@@ -42,11 +42,9 @@ _WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
 
 
 def read_hf(directory: str | Path) -> Weights:
-    """Read a Hugging Face model directory, or a Llama that PaddleNLP or PaddleFormers wrote.
-
-    Tensors are read when they are used, and GPTQ and AWQ weights are dequantized. Raises CheckpointError if
-    files are missing or damaged, or the network is not supported.
-    """
+    """Read a Hugging Face model directory, or a Llama that PaddleNLP or PaddleFormers wrote. Tensors are read
+    when they are used, and quantized weights are dequantized. Raises CheckpointError if files are missing or
+    damaged, or the network is not supported."""
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
     keys = _model_keys(config, files.tensors, directory)
@@ -125,8 +123,7 @@ def write_hf(
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
         max_file_bytes: maximum size of a file; larger weights are split into several files with an index.
 
-    Raises:
-        CheckpointError: no Hugging Face network can express this network.
+    Raises CheckpointError if no Hugging Face network can express this network.
     """
     directory = Path(directory)
     (dtype, _), *_ = Counter(tensor.dtype for tensor in tensors.values()).most_common()

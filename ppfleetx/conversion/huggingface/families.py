@@ -1,8 +1,5 @@
-"""The table of supported Hugging Face model types, with a :class:`Family` for each.
-
-This file contains GPT and similar networks: LayerNorm, ungated MLPs and, in most, biases. To add a network,
-add a family here, in ``llama_families.py`` or in ``moe_families.py``.
-"""
+"""The table of supported Hugging Face model types. To add a type, add a :class:`Family` here, in
+``llama_families.py`` or in ``moe_families.py``."""
 
 from __future__ import annotations
 

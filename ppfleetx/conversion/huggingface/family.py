@@ -29,7 +29,7 @@ class Feature:
 
     Attributes:
         reads: the keys that ``read`` uses.
-        read: converts a ``config.json`` without null values to keys of our ``Model`` section.
+        read: converts a ``config.json`` to keys of our ``Model`` section.
         write: converts a ``Model`` section to keys of ``config.json``.
     """
 
@@ -44,24 +44,20 @@ class Family:
 
     Attributes:
         architecture: the name of the class in transformers.
-        keys: key of ``config.json`` -> (key of our ``Model`` section, transformers' default). Our key can be
-            several keys separated by spaces, with dots for subsections. The default is a value, a function of
-            the configuration, or NEEDED.
+        keys: key of ``config.json`` -> (key of our ``Model`` section, transformers' default). Several of our
+            keys can be given, separated by spaces. The default is a value, a function of the ``config.json``,
+            or NEEDED if the key is required.
         fixed: keys of our ``Model`` section that have the same value in all networks of this type.
         names: our layer or parameter -> Hugging Face's layer or tensor. ``{}`` stands for the block number,
-            ``{expert}`` for the expert number, and ``{part}`` for the part of a fused layer (q, k, v; gate,
-            up) if Hugging Face has a tensor for each.
+            ``{expert}`` for the expert number, and ``{part}`` for a part of a fused layer, such as q or gate.
         features: functions that convert further keys; if two set the same key, the later one wins.
         other_names: returns further names for a given ``config.json``.
         part_names: our part of a fused layer -> Hugging Face's, if it has another name.
         aliases: other ``config.json`` keys that transformers accepts -> the keys used here.
-        has_in_out_linears: whether linear weights are stored as ``[in, out]``, like ours, not ``[out, in]``.
-        has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values. Ours
-            interleaves them per head.
-        required: keys that must be present, even if null, because transformers' defaults for them are the
-            sizes of one particular model.
-        off: options that we do not support -> the values that turn them off, which are accepted. This extends
-            and overrides the table for all families.
+        has_in_out_linears: whether linear weights are stored as ``[in, out]``, not ``[out, in]``.
+        has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values.
+        required: keys that must be present, even if null.
+        off: options that we do not support -> the values that turn them off, which are accepted.
     """
 
     architecture: str
@@ -85,7 +81,7 @@ class Family:
         Args:
             features: features to add.
             without: ``config.json`` keys to remove from ``keys``.
-            changes: other fields to change; mappings are merged into those of this family.
+            changes: other fields to change; mappings are merged.
         """
         kept = {key: row for key, row in self.keys.items() if key not in without}
         changes["keys"] = kept | changes.get("keys", {})
@@ -121,11 +117,8 @@ class Family:
         return nested(made.items())
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the ``config.json`` of this model type that is closest to ``model``.
-
-        ``values`` is the result of ``resume_policy.network``: the keys of ``model``, with nulls replaced by
-        the values that they stand for.
-        """
+        """Make the ``config.json`` of this model type that is closest to ``model``. ``values`` is the result
+        of ``resume_policy.network`` for ``model``."""
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
             key = ours.split()[0]
@@ -147,9 +140,8 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameter names of a block, ours -> Hugging Face's, with the block's prefixes. ``layers``
-    has the names without prefixes. Our prefix is ``decoder.layers.{}``. Hugging Face's is ``row``, such as
-    ``model.layers.{}``."""
+    """Return the parameter names of a block, ours -> Hugging Face's. ``layers`` has the names without the
+    block's prefix; ``row`` is Hugging Face's prefix, such as ``model.layers.{}``."""
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -324,9 +316,8 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """Convert a sliding window of some layers to ``attention_window`` and ``attention_window_layers``. If
-    there are no ``layer_types``, the layers are divided into runs of ``every`` consecutive layers, and the
-    last layer of each run has no window."""
+    """Convert the sliding window of some layers to ``attention_window`` and ``attention_window_layers``.
+    ``every`` is the default period: the last of this many consecutive layers has no window."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -356,9 +347,8 @@ def pattern(
 
     Args:
         every: as in :func:`pattern_keys`.
-        period: ``config.json`` keys; the value of the first one that is present is used instead of ``every``.
-        also: a function of the ``config.json`` and the result of :func:`pattern_keys`. It returns further
-            keys of our ``Model`` section.
+        period: ``config.json`` keys; the first one that is present replaces ``every``.
+        also: a function of the ``config.json`` and the converted keys, which returns further keys.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -376,14 +366,12 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
     """Convert rotary settings in which layers with a sliding window have a rotary base of their own.
 
     Args:
-        config: a ``config.json``, whose ``rope_parameters`` may be given per layer type.
+        config: the ``config.json``.
         pattern: the result of :func:`pattern_keys` for ``config``.
         base: the default base of layers without a window.
-        local: the default base of layers with a window, to which rope scaling never applies.
+        local: the default base of layers with a window.
 
-    Returns:
-        the result of :func:`rotary_keys`. ``local_rotary_base`` is added if layers with a window have
-        another rotary base than the other layers, or if the other layers have rope scaling.
+    Returns keys of our ``Model`` section. ``local_rotary_base`` is included only if it is needed.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}

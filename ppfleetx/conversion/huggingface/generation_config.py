@@ -1,8 +1,5 @@
-"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section.
-
-Older models have these keys in ``config.json``, and transformers then reads them from there. A key is
-converted, ignored because it does not affect the generated tokens, or left out with a warning.
-"""
+"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section. Older models have the same
+keys in ``config.json``."""
 
 from __future__ import annotations
 
@@ -82,11 +79,8 @@ def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert the generation defaults of a Hugging Face directory to keys of our `Generation` section. Also
-    returns warnings about keys that could not be converted.
-
-    ``own`` is the directory's ``generation_config.json``. If it is None, the keys are read from ``config``,
-    its ``config.json``. End tokens are not converted, because the tokenizer provides them.
-    """
+    returns warnings about keys that could not be converted. ``own`` is the directory's
+    ``generation_config.json``, if there is one, and ``config`` its ``config.json``."""
     keys, lost = _translated(config if own is None else own, is_own_file=own is not None)
     valid, errors = valid_generation_keys(keys)
     notes = [f"generation defaults of the source are left out: {error}" for error in errors]
@@ -97,12 +91,8 @@ def generation_defaults(
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
     """Convert transformers' generation defaults to our keys. Also returns a text for each default that cannot
-    be converted.
-
-    ``said`` is the content of a ``generation_config.json`` if ``is_own_file``, otherwise of a
-    ``config.json``. Unknown keys of a ``config.json`` are not reported, because most have nothing to do with
-    generation.
-    """
+    be converted. ``is_own_file`` tells whether ``said`` is a ``generation_config.json``, not a
+    ``config.json``."""
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")
     searches = isinstance(beams, int) and beams > 1
@@ -116,6 +106,7 @@ def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str
             keys[_SAME[name]] = value
         elif name in unused or value in _WITHOUT_COUNTERPART.get(name, ()):
             continue
+        # Most unknown keys of a config.json have nothing to do with generation.
         elif name in KEYS or is_own_file:
             lost.append(f"{name} = {shown(value)}")
     if samples and searches:

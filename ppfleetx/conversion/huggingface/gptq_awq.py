@@ -1,7 +1,7 @@
 """Read GPTQ and AWQ checkpoints. Linear layers are dequantized to floating-point weights.
 
-In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words with the first
-in the lowest bits, and a scale and an integer zero point for each group of inputs:
+In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words, and a scale and
+an integer zero point for each group of inputs:
 
 =========  =========================  =====================
 tensor     GPTQ                       AWQ (``gemm``)
@@ -13,12 +13,7 @@ X.g_idx    [in], group of each input  none
 =========  =========================  =====================
 
 ``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])``, where ``g`` is the group of input ``i``.
-Without ``g_idx``, each group is ``group_size`` consecutive inputs; a ``group_size`` of -1 means one group.
-AWQ's words hold eight consecutive outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
-
-In GPTQ's first ``checkpoint_format`` (later ``format``), a zero point z is stored as z - 1. GPTQModel
-subtracts 1 from all zero points of a word at once, so a zero point of 0 borrows from its neighbor. Here 1 is
-added in the same way, which undoes the borrow.
+Without ``g_idx``, each group is ``group_size`` consecutive inputs.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
@@ -53,7 +48,7 @@ _READ: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 """quant_method -> key -> supported values; None: the key may be missing."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # eight consecutive outputs in a word, from its lowest bits
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -90,12 +85,9 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer X by a lazily dequantized tensor ``X.weight``.
-
-    It has the element type of the scales, and is ``[in, out]`` if ``in_out``, else ``[out, in]``. Raises
-    CheckpointError, naming ``directory``, if a tensor is missing or its shape or element type is wrong.
-    Reading a weight raises CheckpointError if its groups or zero points are invalid.
-    """
+    """Replace the quantized tensors of each linear layer by its weight, which is dequantized when it is read.
+    The weight is ``[in, out]`` if ``in_out``, else ``[out, in]``. Raises CheckpointError if a tensor is
+    missing or invalid."""
     scheme = quantization(hf_config)
     found = dict(tensors)
     if scheme is None and any(name.endswith(".qweight") for name in tensors):
@@ -157,6 +149,8 @@ def _weight(
             raise CheckpointError(f"{linear}.g_idx names groups beyond the {groups} that there are")
         words = qzeros.read().view(np.uint32)
         if not is_awq and (scheme.get("format") or scheme.get("checkpoint_format")) != "gptq_v2":
+            # The first format stores z - 1, subtracted from all zero points of a word at once, so that a
+            # zero point of 0 borrows from its neighbor. Adding 1 in the same way undoes the borrow.
             words = words + np.uint32(sum(1 << low for low in range(0, 32, bits)))
         zeros = _integers(words, bits, 1, is_awq)[:, :outputs]
         middle = 2 ** (bits - 1)

@@ -32,9 +32,8 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Return the setting of our ``Model`` section for experts in all layers except ``dense``. This is
-    ``moe.first_dense_layers`` if the layers in ``dense`` are the first ones of the model, otherwise
-    ``moe.layers``."""
+    """Return the key of our ``Model`` section for experts in all layers except ``dense``:
+    ``moe.first_dense_layers`` or ``moe.layers``."""
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -213,11 +212,8 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
 def _experts_of_deepseek(
     first_dense: int, read: Callable[[Config], Config] = lambda config: config
 ) -> Feature:
-    """Make a :class:`Feature` for the keys that describe experts in DeepSeek's model types.
-
-    ``first_dense`` is the default number of layers without experts at the beginning of the model. ``read`` is
-    applied to a ``config.json`` before these keys are converted.
-    """
+    """Make a :class:`Feature` for the expert keys of DeepSeek's model types. ``first_dense`` is the default
+    number of leading layers without experts. ``read`` is applied to the ``config.json`` first."""
     return Feature(
         {
             "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",

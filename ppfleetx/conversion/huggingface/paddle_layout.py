@@ -1,12 +1,5 @@
-"""Read Llama models that PaddleNLP or PaddleFormers wrote.
-
-Their linear weights are usually ``[in, out]``, unlike Hugging Face's ``[out, in]``. Tensor names are the
-same, except that PaddleNLP's start with ``llama.`` in place of ``model.``.
-
-A directory was written by one of these libraries if its files are Paddle pickles, or if ``format`` in their
-metadata is ``np``, ``paddle`` or ``pd``, or if there is no ``format`` and ``config.json`` has the version of
-one of these libraries. Shapes of matrices that are not square show the layout. The default is ``[in, out]``.
-"""
+"""Read Llama models that PaddleNLP or PaddleFormers wrote. Unlike Hugging Face's, their linear weights are
+usually ``[in, out]``."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ from ppfleetx.conversion.huggingface.read_files import Stored
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.utils.log import get_logger
 
-_PREFIX = "llama."
+_PREFIX = "llama."  # of PaddleNLP's tensor names, in place of "model."
 _FUSED = (".qkv_proj.weight", ".gate_up_fused_proj.weight", ".up_gate_proj.weight")
 _HEAD = "lm_head.weight"
 
@@ -30,14 +23,9 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a model directory in Hugging Face's layout. The tensors of a Llama that
-    Paddle's libraries wrote are converted. The tensors of a GPT-2, and of a model that Paddle's libraries did
-    not write, are returned unchanged.
-
-    ``keys`` is ``config`` converted to keys of our `Model` section. Raises CheckpointError if Paddle's
-    libraries wrote a model that is neither a Llama nor a GPT-2, if the projections of the Llama are fused, or
-    if a layout is ambiguous.
-    """
+    """Return the tensors of a model directory in Hugging Face's layout, even if Paddle's libraries wrote it.
+    ``keys`` is ``config`` converted to our `Model` section. Raises CheckpointError if the layout is not
+    supported or ambiguous."""
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
     if kind == "gpt2" or not is_paddle:

@@ -32,9 +32,9 @@ _MAX_CONFIG_BYTES = 8 * 1024 * 1024
 class Stored:
     """The tensors of a model directory, with the names and shapes that the files have.
 
-    ``formats`` tells what kinds of files the directory has. For safetensors files, it contains the values of
-    ``format`` in their metadata, such as `pt` or `np`, and None if a file has no such value. For Paddle
-    pickles, it contains `pdparams`.
+    Attributes:
+        formats: the values of ``format`` in the metadata of safetensors files, such as `pt`, or None where it
+            is missing; `pdparams` for Paddle pickles.
     """
 
     tensors: dict[str, LazyTensor]

@@ -1,10 +1,5 @@
-"""Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
-
-transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
-includes ``rope_theta``. If a file has both ``rope_scaling`` and ``rope_parameters``, ``rope_scaling`` is used
-unless it is empty. If there is a ``rope_theta`` in the one that is used, the ``rope_theta`` outside of it is
-ignored. transformers 5 follows the same rules.
-"""
+"""Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section. Settings of
+transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``) are read."""
 
 from __future__ import annotations
 
@@ -34,11 +29,8 @@ _KNOWN = {
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the rotary settings of a ``config.json`` to the ``Model`` keys ``rotary_base``,
-    ``rope_scaling`` (a mapping or None) and, for some model types, ``rotary_percent``.
-
-    The types of the values must have been checked. Raises CheckpointError for unsupported or invalid values.
-    """
+    """Convert the rotary settings of a ``config.json`` to keys of our ``Model`` section, such as
+    ``rotary_base``. Raises CheckpointError for unsupported or invalid settings."""
     config = _with_usual_names(config)
     place, given = _in_effect(config)
     if unknown := sorted(set(given) - _KNOWN):
@@ -109,6 +101,7 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return which of ``rope_scaling`` and ``rope_parameters`` applies, and its content."""
+    # transformers 5 makes the same choice.
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
     for key, value in given.items():

@@ -1,8 +1,5 @@
-"""Convert Hugging Face's tensors to our parameters and back, with the names in the table of a model type.
-
-Our linear weights are ``[in, out]``. Our fused matrices (q, k, v; gate, up) are interleaved along the output
-features as the parameter declares. The reader of checkpoints adds vocabulary padding, and exports drop it.
-"""
+"""Convert Hugging Face's tensors to our parameters and back. Our linear weights are ``[in, out]``, and our
+fused matrices (q, k, v; gate, up) are interleaved along the output features."""
 
 from __future__ import annotations
 
@@ -33,13 +30,11 @@ class Rule:
 
     Attributes:
         ours: the name of our parameter.
-        theirs: the names of Hugging Face's tensors. There are several if experts, or the parts of a fused
-            parameter, are separate tensors: first all parts of the first expert, then all of the second, ...
+        theirs: the names of Hugging Face's tensors. All parts of one expert come before those of the next.
         shape: the shape of our parameter, without vocabulary padding.
-        parts: the parts of our fused parameter, if Hugging Face's are separate or in another order; otherwise
-            empty.
+        parts: the parts of a fused parameter; empty if Hugging Face has it fused in the same order.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
-        num_experts: the number of experts, which is our first dimension, if experts are separate tensors.
+        num_experts: the number of experts, if they are separate tensors.
         num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector.
     """
 
@@ -114,11 +109,8 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """Return how each of our parameters is made of Hugging Face's tensors, in model order.
-
-    GPT-2's tensor names get the prefix ``transformer.``, which some files omit. Raises UserError if the
-    network is not supported.
-    """
+    """Return how each of our parameters is made of Hugging Face's tensors, in model order. Raises UserError
+    if the network is not supported."""
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
