@@ -41,7 +41,7 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
     ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
-    two arrays of `blending_indices`, or their first ``size`` entries."""
+    two arrays of `blending_indices` for the first ``size`` samples (None: for all)."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -64,8 +64,8 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Choose the corpus of each sample for ``num_blocks`` blocks of samples. The first block begins with
-    sample ``first``, and ``taken`` is the number of earlier samples from each corpus."""
+    """Choose the corpus of each of ``num_blocks * _BLOCK_STEPS`` samples of a blend, starting with sample
+    ``first``. ``taken[c]`` is the number of earlier samples from corpus c."""
     # Each choice depends on the counts before it, but a small error in them affects only a few choices. So
     # all blocks start from estimated counts, and are computed again until each starts from the exact ones.
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
@@ -94,10 +94,10 @@ def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
 def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the corpora of several blocks of `_BLOCK_STEPS` samples in parallel. Block i begins with sample
-    ``steps[i]`` of the blend, ``taken[i, c]`` is the number of earlier samples from corpus c, and
-    ``limits[c]`` the size of corpus c. Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``,
-    updated in place."""
+    """Choose the corpus of each sample in several blocks, which are computed in parallel. A block is
+    `_BLOCK_STEPS` consecutive samples of the blend. ``steps[i]`` is the first sample of block i,
+    ``taken[i, c]`` the number of samples from corpus c before it, and ``limits[c]`` the size of corpus c.
+    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``, updated in place."""
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)
@@ -119,8 +119,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend of about ``num_samples`` samples, and the number to
-    prepare from each corpus."""
+    """Return the number of samples in a weighted blend, which is at least ``num_samples``, and the number of
+    samples to prepare from each corpus."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 

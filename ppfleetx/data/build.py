@@ -53,8 +53,8 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run reads: for Train those of all training steps, for Eval or Test
-    those of one evaluation."""
+    """Return the number of samples that a run reads: in all training steps if ``mode`` is Train, in one
+    evaluation if it is Eval or Test."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
@@ -158,8 +158,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return the section, the tokenizer and the ``length_multiple`` (see `RecordDataset`) of a finetuning
-    dataset. Raises ConfigError if no tokenizer is configured."""
+    """Return what the finetuning dataset of ``Data.<mode>`` needs: its section, the tokenizer, and the
+    ``length_multiple`` (see `RecordDataset`). Raises ConfigError if no tokenizer is configured."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(

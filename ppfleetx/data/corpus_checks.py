@@ -58,8 +58,9 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has none. Level ``index`` compares ``.idx``
-    and the lengths of both files, and ``full`` also ``.bin``. Raises the errors of `verify_corpora`."""
+    """Compare a corpus with its checksums. Returns False if it has none. At level ``index``, the bytes of
+    ``.idx`` and the lengths of both files are checked; at level ``full``, also the bytes of ``.bin``. Raises
+    the errors of `verify_corpora`."""
     checksums = read_checksums(prefix)
     if checksums is None:
         if level == "full":

@@ -142,7 +142,7 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
     """Return the corpora that one entry of ``input_dir`` names, as paths without suffix. A directory stands
-    for all corpora in it, sorted by name. Raises MissingDataError if it has none."""
+    for all corpora in it, sorted by name. Raises MissingDataError for a directory without corpora."""
     text = os.fspath(entry)
     if not Path(text).is_dir():
         return [_without_suffix(text)]

@@ -25,8 +25,8 @@ from ppfleetx.data.indexed_dataset import TokenStore
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
-    """Divide a corpus among Train, Eval and Test in proportion to ``split``, as Megatron-LM does. Returns the
-    range ``[first, last)`` of sequences of each, which may be empty."""
+    """Divide the sequences of a corpus among Train, Eval and Test in proportion to ``split``, as Megatron-LM
+    does. Returns a range ``[first, last)`` for each of the three, which may be empty."""
     shares = split_shares(split)
     weights = np.array(shares) / np.sum(shares)
     borders = [0.0]
@@ -87,7 +87,7 @@ class GPTDataset:
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: the minimum number of samples to provide.
+        at_least: if the epochs for ``num_samples`` have fewer samples than this, prepare this number instead.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """
@@ -154,8 +154,8 @@ class GPTDataset:
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample ``index`` of the shuffled order. `PADDING` gives a sample whose loss mask is 0.
-        Raises DataError for an id outside the vocabulary.
+        """Return sample ``index`` of the shuffled order. The index `PADDING` gives a sample whose loss mask
+        is 0. Raises DataError for an id outside the vocabulary.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
         ``sample_ids`` int64 []. With ``reset_attention_mask`` there is also ``document_start`` int32 [s], the
@@ -169,8 +169,8 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the pieces of sequences of which sample ``index`` consists, as (sequence, first token, token
-        after the last)."""
+        """Return where the tokens of sample ``index`` are, as a list of (sequence, start, end). Each entry
+        stands for tokens ``[start, end)`` of this sequence."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()

@@ -2,7 +2,7 @@
 ``core/datasets/gpt_dataset.py``.
 
 The sequences of a split, repeated for each epoch and shuffled (`document_index`), form one stream of tokens.
-Sample k consists of the L + 1 tokens of the stream from token k L on, where L is the sequence length.
+Sample k consists of L + 1 tokens of the stream, beginning with token k * L, where L is the sequence length.
 `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
 
 The arrays are cached on disk. Several processes may build them at the same time.
@@ -77,7 +77,8 @@ def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
     """Compute how many epochs are needed for ``num_samples`` samples (None: one epoch), and whether the last
-    epoch is shuffled separately. ``at_least`` is the minimum number of samples to provide."""
+    epoch is shuffled separately. If these epochs have fewer than ``at_least`` samples, plan for ``at_least``
+    samples instead."""
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -191,9 +192,9 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Memory-map the arrays ``names`` that are cached in ``directory`` under ``key``. If they are missing or
-    damaged, call ``build`` and store its result first, with ``about`` for human readers. Raises DataError if
-    less than ``num_bytes`` of memory is free for building."""
+    """Return the arrays ``names`` that are cached in ``directory`` under ``key``, memory-mapped. If they are
+    missing or damaged, they are built by ``build`` and cached first. ``about`` is a description to store with
+    them. Raises DataError if there is too little free memory to build them, which takes ``num_bytes``."""
     stored = _load(directory, key, names)
     if stored is not None:
         return stored

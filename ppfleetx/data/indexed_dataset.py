@@ -296,9 +296,8 @@ class IndexedDatasetWriter:
         self._boundaries.frombytes(boundaries.tobytes())
 
     def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
-        """Append all documents of another ``.bin`` / ``.idx`` pair with the same dtype. ``blocks`` are the
-        bytes of its ``.bin`` file, in order.
-        """
+        """Append all documents of another ``.bin`` / ``.idx`` pair with the same dtype. ``blocks`` is the
+        content of its ``.bin`` file, in parts."""
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
         for first in range(0, len(other), _CHUNK):

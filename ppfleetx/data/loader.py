@@ -168,9 +168,9 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Cut the padding at the end of the micro batches of a step, and return them. All get the length of the
-    longest sample, rounded up to a multiple of ``multiple``. The array ``lengths`` of a micro batch has the
-    lengths of its samples."""
+    """Return the micro batches of a step, with less padding at the end. All are cut to the length of the
+    step's longest sample, rounded up to a multiple of ``multiple``. The array ``lengths`` of a micro batch
+    has the lengths of its samples."""
     # A pipeline requires the same length for all micro batches of a step.
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)

@@ -135,8 +135,8 @@ class _ZstdFile:
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
-    feed). ``see`` is called with each block of bytes, in order. Raises the errors of `TextFile`, and
-    DataError if a line is longer than `MAX_LINE_BYTES`."""
+    feed). ``see(block)`` is called with each block of bytes that is read, for example to hash the file.
+    Raises the errors of `TextFile`, and DataError if a line is longer than `MAX_LINE_BYTES`."""
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -161,8 +161,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the JSON records of a file, unparsed, as pairs (number of the first line, bytes). Records are the
-    nonempty lines or, if a ``.json`` file begins with ``[``, the items of this array. ``see`` is called with
-    each block of bytes, in order."""
+    nonempty lines or, if a ``.json`` file begins with ``[``, the items of this array. ``see(block)`` is
+    called with each block of bytes that is read, for example to hash the file."""
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
@@ -205,8 +205,8 @@ def load_line(line: bytes) -> Any:
 
 
 def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
-    """Parse a line that is a JSON object. Raises DataError if it is not; the message names ``place``, the
-    file and line, and ``wanted``, the fields that are expected."""
+    """Parse a line of JSON that is an object. Raises DataError if it is not. For messages, ``place`` is the
+    file and line, and ``wanted`` describes the expected fields."""
     try:
         record = load_line(line)
     except ValueError as error:
@@ -217,9 +217,8 @@ def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> str:
-    """Return the value of one field of a record. Raises DataError if it is not a text; the message names
-    ``place``, the file and line.
-    """
+    """Return the text in one field of a record. Raises DataError if the field is not a text. ``place`` is the
+    record's file and line, for messages."""
     text = record.get(field)
     if not isinstance(text, str):
         names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"

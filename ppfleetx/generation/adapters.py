@@ -33,7 +33,8 @@ class Adapters:
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
         """Add an adapter called ``name``: the float32 LoRA matrices ``X.lora.a [in, rank]`` and
         ``X.lora.b [rank, out]`` of each linear layer X, whose product is multiplied by ``scale``. Raises
-        CheckpointError if it is for expert layers, or for layers that the model does not have."""
+        CheckpointError if the adapter has matrices for expert layers, or for layers that the model does not
+        have."""
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")

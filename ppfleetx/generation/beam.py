@@ -95,8 +95,9 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all unfinished groups of beams by one token. ``log_probs [groups * N, V]`` are those of the
-    next token of each beam, with N beams per group. ``step`` is the number of tokens generated so far."""
+    """Advance all unfinished groups of beams by one token. ``log_probs [groups * N, V]`` are the
+    log-probabilities of each beam's next token; a group has N beams. ``step`` is the number of tokens
+    generated so far."""
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
     taken: dict[int, list[int]] = {group.prompt: [] for group in active}

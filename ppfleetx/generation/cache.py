@@ -19,8 +19,8 @@ Layers = dict[int, Pair]
 
 
 class GrowingCache:
-    """A key/value cache to which each forward pass appends the same number of columns for every row of the
-    batch. Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`."""
+    """A key/value cache for batches in which each forward pass adds the same number of positions to every
+    row. Implements the protocol :class:`~ppfleetx.nn.attention.KeyValueCache`."""
 
     def __init__(self) -> None:
         self._layers: Layers = {}  # [b, g, k, d], contiguous; unused columns hold finite numbers
@@ -62,7 +62,7 @@ class GrowingCache:
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append the keys and values of new positions to the cache of one layer. ``key`` and ``value`` are
         [rows, key/value heads, new positions, head size]. Returns all keys and values of the layer, old and
-        new, and an additive attention mask for them; None in the first pass."""
+        new, and an additive attention mask. In the first pass, the mask is None."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             # In the first pass, the attention layers apply their own masks.
@@ -126,8 +126,8 @@ class GrowingCache:
 
 
 def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
-    """Return the first ``length`` positions of the keys or values ``held`` [rows, key/value heads, positions,
-    head size], followed by ``room`` positions of zeros."""
+    """Return the first ``length`` positions of ``held``, the keys or values of a layer, followed by ``room``
+    positions of zeros. Tensors are [rows, key/value heads, positions, head size]."""
     rows, groups, _, size = held.shape
     zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
     return paddle.concat([held[:, :, :length], zeros], axis=2)

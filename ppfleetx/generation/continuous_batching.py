@@ -25,8 +25,8 @@ _MOST_UNUSED = 64
 
 
 class JoinableCache(GrowingCache):
-    """A key/value cache to which sequences (rows) of any length can be added. Rows may have unused columns,
-    which the attention masks must hide."""
+    """A key/value cache to which sequences (rows) of any length can be added. Some cached positions of a row
+    may be unused; attention masks must hide them."""
 
     def forget_first(self, columns: int) -> None:
         if columns:
@@ -48,8 +48,8 @@ class JoinableCache(GrowingCache):
         self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """Return a copy of the keys and values of one row at the positions ``columns``. For each layer, both
-        are [1, key/value heads, number of columns, head size]."""
+        """Return a copy of the keys and values of one row at the positions ``columns``. The keys and the
+        values of a layer are [1, key/value heads, number of columns, head size]."""
         index = paddle.to_tensor(columns)
         return {
             layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
@@ -68,8 +68,8 @@ class JoinableCache(GrowingCache):
         self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
-        """Append the rows of another cache to this one. The shorter cache is padded on the left,
-        so that the last tokens of all rows are in the same column."""
+        """Append the rows of another cache to this one. If one cache is shorter, it is padded on the left to
+        the length of the other."""
         columns = max(self.length, other.length)
         for layer, theirs in other._layers.items():
             mine = self._layers.get(layer, ())
@@ -116,8 +116,8 @@ class ContinuousBatch:
         return min((switch - len(row) for row in self.history if len(row) <= switch), default=sys.maxsize)
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
-        """Add ``copies[i]`` identical rows for each ``prompts[i]``. The next call of :meth:`next_logits` runs
-        each prompt once."""
+        """Add ``copies[i]`` identical rows with the prompt ``prompts[i]`` to the batch, for each i. The next
+        call of :meth:`next_logits` runs each prompt once."""
         assert all(prompts), "a row starts from at least one token"
         for prompt, count in zip(prompts, copies, strict=True):
             self._newcomers.append((list(prompt), count))
@@ -135,7 +135,7 @@ class ContinuousBatch:
 
     def logits_with_drafts(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Run each row's last token and its draft tokens in one pass (speculative decoding). Call
-        :meth:`append` with the accepted draft tokens afterwards.
+        :meth:`append` with each row's new tokens afterwards.
 
         Returns logits ``[1 + s, b, V]`` float32, where s is the largest number of draft tokens of a row, at
         most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token.
@@ -176,9 +176,8 @@ class ContinuousBatch:
         self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only the rows with the indices ``rows``, in this order, and free columns that no remaining row
-        uses. Removed rows go into the prefix store if there is one.
-        """
+        """Keep only the rows with the indices ``rows``, in this order, and free cached positions that no
+        remaining row uses. Removed rows go into the prefix store if there is one."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -295,10 +294,9 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the new tokens ``rows`` of several sequences after their shared prefix, which ``cache`` holds.
-        ``lengths`` are the sequences' lengths, prefix included. Returns the logits ``[b, V]`` after the last
-        token of each sequence, and a bool mask ``[b, positions]`` of the cached positions that it may attend
-        to."""
+        """Run sequences after their shared prefix, which ``cache`` holds. ``rows[i]`` are the tokens of
+        sequence i after the prefix, and ``lengths[i]`` is its length, prefix included. Returns the next-token
+        logits ``[b, V]``, and a bool mask ``[b, positions]`` that is False at padding."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

@@ -45,8 +45,8 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether these rules can change the logits for the next token of a sequence. ``num_new`` is its
-        number of new tokens so far, and ``limit`` the maximum number."""
+        """Whether these rules can change the logits for the next token of a sequence. ``num_new`` is the
+        number of its new tokens so far, and ``limit`` is the maximum number of its new tokens."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
@@ -138,8 +138,8 @@ def process(
     rules: Rules,
 ) -> paddle.Tensor:
     """Apply ``rules`` to the logits, or log-probabilities, ``[b, V]``. ``num_new`` is the number of new
-    tokens of each row so far, and ``limits [b]`` the maximum numbers. ``tokens`` returns the token ids of
-    each row, prompt included."""
+    tokens that each row has so far, and ``limits [b]`` are the maximum numbers of new tokens. ``tokens()``
+    returns the token ids of each row, prompt included."""
     if rules.options.change_logits:
         logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
     if rules.end_ids and num_new < rules.min_new_tokens:
@@ -158,8 +158,8 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 
 class Sampler:
-    """Chooses tokens at random. The random numbers of a sequence depend only on the seed and on its entry in
-    ``streams``: (prompt index, number of the continuation)."""
+    """Samples tokens at random. ``streams[i]`` is (prompt index, number of the continuation) for sequence i.
+    The random numbers of a sequence depend only on this pair, the seed and the step."""
 
     def __init__(
         self,

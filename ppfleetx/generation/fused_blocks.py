@@ -31,7 +31,8 @@ available."""
 
 class FusedBlocks:
     """All transformer blocks and the final norm of a model as one C++ operation with a key/value cache. The
-    layers must satisfy :func:`can_fuse`. ``takes_prompts`` says whether the operation also runs prompts."""
+    layers must satisfy :func:`can_fuse`. ``takes_prompts`` tells whether the operation may also run the first
+    pass, which reads the prompts."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         *self._blocks, self._final_norm = layers
@@ -44,8 +45,9 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """Return the model's weights in the layout for a pass of ``num_rows`` new tokens after
-        ``num_columns`` cached positions. Returns None if Paddle's own operations should run this pass."""
+        """Return the model's weights in the layout for a pass with ``num_rows`` new tokens, counted over all
+        sequences, after ``num_columns`` cached positions. Returns None if the pass is too large for the
+        operation."""
         # For large passes, Paddle's own operations are faster.
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
@@ -124,8 +126,8 @@ def fused_blocks_of(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the C++ operator supports the architecture of ``layers``: blocks, then the final norm. How
-    matrices are stored (float32 or quantized) is not checked."""
+    """Whether the C++ operator supports the architecture of ``layers``, which are a model's blocks followed
+    by its final norm. How matrices are stored (float32 or quantized) is not checked."""
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or final_norm.multiplier != 1.0:
         return False

@@ -146,8 +146,8 @@ class TextGenerator(ABC):
                 becomes the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
             on_text: callback for each new piece of text.
-            batch_rows: the maximum number of sequences in one batch. All sequences of one prompt are in the
-                same batch, even if they are more.
+            batch_rows: the maximum number of sequences in one batch. The sequences of one prompt are always
+                in the same batch, so a batch of a single prompt may be larger.
             first_prompt: if ``prompts`` are part of a larger list, the index of the first. Random numbers
                 depend on it.
 
@@ -184,8 +184,8 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: those that ``cfg`` names or else those of the tokenizer's
-        files, plus the stop tokens of ``cfg``."""
+        """The tokens that end a continuation, as in `ended_by`. The model's end tokens are those that ``cfg``
+        names or, if it names none, those of the tokenizer's files."""
         check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
         return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
@@ -215,8 +215,9 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens of prompt ``number``, such that they fit into the model's
-        positions. Raises ConfigError if the configured lengths do not fit."""
+        """Return the maximum number of new tokens for a prompt: ``cfg.max_dec_len``, or fewer if the model
+        has too few positions. ``number`` is the prompt's index, for messages. Raises ConfigError if the
+        configured lengths do not fit."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len

@@ -1,7 +1,7 @@
 """Reproducible sampling with the Gumbel-max trick.
 
-Each token with probability p gets a time E / p, where E is drawn from Exp(1), and the token with the smallest
-time is selected. A draw first selects a block of `BLOCK` consecutive ids, then a token in the block, so a few
+For each token with probability p, a number E is drawn from Exp(1). The token with the smallest E / p is
+selected. A draw first selects a block of `BLOCK` consecutive ids, then a token in the block, so a few
 hundred random numbers are enough for any vocabulary.
 
 Shape letters: b rows, V vocabulary size, n random numbers per draw.
@@ -19,8 +19,8 @@ _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """Return the number n of random numbers needed to sample one token: one for each block of the vocabulary,
-    and one for each position in a block."""
+    """Return the number of random numbers needed to sample one token: one for each block of `BLOCK` token
+    ids, and `BLOCK` more to choose within a block."""
     return BLOCK + -(-vocab_size // BLOCK)
 
 
@@ -33,8 +33,8 @@ class RandomStream:
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
-        """The random numbers for ``num_steps`` steps from ``step`` on, ``[num_steps, n]`` float32, drawn from
-        Exp(1), all above 0. Each step needs n numbers (`race_size`)."""
+        """Return the random numbers for the ``num_steps`` steps that begin with ``step``, ``[num_steps, n]``
+        float32, where n is the `race_size`. They are drawn from Exp(1), and are all above 0."""
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
@@ -58,8 +58,8 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
     """Sample one token per row with the Gumbel-max trick. ``weights [b, V]`` float32 are unnormalized
-    probabilities. ``exponentials [b, n]`` float32 are the random numbers of this step from each row's
-    `RandomStream`, n = `race_size` (V). Returns token ids ``[b]`` int64."""
+    probabilities. ``exponentials [b, n]`` float32 are this step's random numbers from each row's
+    `RandomStream`; `race_size` gives n. Returns token ids ``[b]`` int64."""
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
         return paddle.to_tensor(_draw_with_numpy(weights.numpy(), exponentials.numpy()))
     return draw_by_operations(weights, exponentials)

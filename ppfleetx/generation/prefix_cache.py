@@ -69,10 +69,10 @@ class PrefixStore:
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
-        """Store the keys and values of the sequence ``tokens``, which must not exceed ``max_tokens``, and
-        evict others to make room. For each layer, ``layers`` has the keys and the values as [1, key/value
-        heads, number of tokens, head size]. ``is_long`` tells whether the sequence uses LongRoPE's factors
-        for long sequences."""
+        """Store the keys and values of a sequence, and evict others to make room. ``tokens`` are the
+        sequence's token ids, at most ``max_tokens``. In ``layers``, the keys and the values of a layer are
+        [1, key/value heads, number of tokens, head size]. ``is_long`` tells whether the sequence uses
+        LongRoPE's factors for long sequences."""
         new = _Entry(np.array(tokens, np.int64), is_long, layers)
         # The new entry replaces entries that are its prefixes.
         self._entries = [

@@ -168,7 +168,7 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
-    ``[b, 1]`` each. ``falling [b, m]`` are probabilities in descending order, which sum to at least
+    ``[b, 1]`` each. The probabilities ``falling [b, m]`` are in descending order, and sum to at least
     ``top_p``."""
     count = (_sum_before(falling) < _as_float64(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count

@@ -107,7 +107,7 @@ def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
     """Split the tokens of a text into chunks for one forward pass each. Yields the index of a chunk's first
-    token, its number of tokens, and four arguments for :meth:`NextTokenModel.with_cache`."""
+    token, its number of tokens, and the first four arguments of :meth:`NextTokenModel.with_cache`."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

@@ -52,8 +52,9 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for structured output, which ends with one of ``end_ids``. Raises ConfigError if
-        llguidance is missing or does not support ``form``, or if there is no tokenizer or end token."""
+        """Build the grammar for the output format ``form``. The output ends with one of the tokens
+        ``end_ids``. Raises ConfigError if llguidance is missing or does not support the format, or if there
+        is no tokenizer or no end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -162,7 +163,7 @@ PLAIN = SamplingParams()
 
 def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
     """Choose the next token for each row of the processed ``logits [b, V]``: the likeliest at temperature 0,
-    else a sample. ``exponentials [b, n]`` are the random numbers of this step, or None at temperature 0."""
+    else a sample. ``exponentials`` are this step's random numbers, as in `draw`; None at temperature 0."""
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -198,8 +199,8 @@ def ended_by(
 def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
-    """Return the token sequences to forbid for one entry of ``bad_words``: the given token ids, or those of
-    the word without and with a space before it."""
+    """Return the token sequences to forbid for one entry of ``bad_words``. A list of token ids is one
+    sequence. A word gives its tokens without and with a space before it."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (

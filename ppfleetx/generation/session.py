@@ -28,7 +28,8 @@ class NextTokenModel:
     time.
 
     Attributes:
-        head_matrix: for a tied head, a copy of its weights ``[h, V]``, as integers if quantized; else None.
+        head_matrix: a copy of the weights of a tied head, ``[h, V]``, integers if the head is quantized. None
+            if the head is not tied.
         small_head: the quantized head with its scales, if the head is tied and quantized.
         switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
             keys invalid. None for other models.
@@ -144,9 +145,8 @@ class NextTokenModel:
 
 
 def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
-    """The first column (position) that each of n positions may attend to, ``[b, n]`` int32. Rows begin with
-    ``padding [b]`` columns of padding, which must not be attended to.
-    """
+    """Return the first position that each position may attend to, ``[b, num_positions]`` int32. This is the
+    first position after the row's left padding. ``padding [b]`` are the numbers of padding tokens."""
     starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
     return paddle.to_tensor(starts.astype(np.int32))
 

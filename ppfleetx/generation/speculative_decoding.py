@@ -27,8 +27,8 @@ class Assistant:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Raise ConfigError unless the assistant's tokenizer gives the same ids as ``tokenizer``, that of the
-        model."""
+        """Raise ConfigError unless the assistant's tokenizer gives the same ids as the model's
+        ``tokenizer``."""
         if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
                 "both models need a tokenizer: their token ids must mean the same",
@@ -140,10 +140,10 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Append new tokens to this sequence, and return them: the accepted draft tokens, and then the token
-        that the model chooses next. The sequence is row ``i`` of the batch. ``logits [1 + s, b, V]`` are the
-        logits after each row's last token and each of its s draft tokens, and ``likeliest [1 + s, b]`` their
-        argmax."""
+        """Append the new tokens of a pass to this sequence, and return them: the accepted draft tokens, then
+        the next token that the model chooses. ``logits [1 + s, b, V]`` are those of
+        :meth:`ContinuousBatch.logits_with_drafts`, where this sequence is row ``i``. ``likeliest [1 + s, b]``
+        is their argmax."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -185,15 +185,15 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Return the number of tokens to draft in the next pass: twice ``width`` if all drafts of this pass were
-    accepted (``all_right``), else ``right``, the number of accepted drafts. The result is at least 1 and at
-    most ``most``."""
+    """Return the number of tokens to draft in the next pass, between 1 and ``most``. It is twice ``width``,
+    the number for the last pass, if all draft tokens were accepted (``all_right``). Otherwise it is
+    ``right``, the number of accepted draft tokens."""
     # ppfleetx.deploy.static.sampling.next_width computes the same for tensors.
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """Return the limit of draft tokens per sequence with the highest expected tokens per second in the next
+    """Return the limit of draft tokens per sequence that gives the highest expected throughput in the next
     pass. ``counts`` are the numbers of draft tokens that the sequences have."""
 
     def rate(most: int) -> float:

@@ -1,8 +1,8 @@
 """Run chat templates in Jinja, with the extensions that Hugging Face transformers offers to them, such as
 ``generation`` blocks and ``raise_exception``.
 
-Jinja's sandbox denies templates access to Python, and limits stop endless loops and huge texts. This does not
-stop a determined attacker.
+Jinja's sandbox denies templates access to Python. Endless loops and huge texts raise TemplateLimitError. This
+does not stop a determined attacker.
 """
 
 from __future__ import annotations

@@ -173,9 +173,9 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """Return the chat template that the user has chosen. ``given`` is the name of one of the tokenizer's
-    templates or a file; None: the default, as in `find_template`. ``key`` is the name of the user's option,
-    for messages. Raises UserError."""
+    """Return the chat template that a user's option selects. The option's value ``given`` is the name of one
+    of the tokenizer's templates or the path of a file. None selects the default template, as in
+    `find_template`. ``key`` is the name of the option, for messages. Raises UserError."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -242,9 +242,9 @@ class _Turns:
         return found
 
     def _span_by_difference(self, number: int) -> Span | None:
-        """Return the span of text that message ``number`` adds to the messages before it. None if the
-        template writes this part of the conversation differently once later messages follow.
-        """
+        """Return the span of the message with index ``number``, found by rendering the conversation up to
+        this message, once with it and once without it. Returns None if the whole text does not begin with
+        both renderings, or if the message is the first."""
         if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -254,9 +254,8 @@ class _Turns:
         return (len(before), len(with_it)) if with_it.startswith(before) else None
 
     def _span_by_placeholder(self, number: int) -> Span:
-        """Return the span of message ``number`` in the whole conversation, found by rendering it with a
-        placeholder as its content. Raises ValueError unless the template writes the placeholder exactly once.
-        """
+        """Return the span of the message with index ``number``, found by rendering the conversation with a
+        placeholder as the message's content. Raises ValueError if the span cannot be found in this way."""
         whole = self._with(number, _HERE)
         before, behind = _around(_HERE, self._render(whole))
         end = _around(_HERE, self._render(whole[: number + 1]))[1]
@@ -289,8 +288,8 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` at which the generation prompt ends, or 0 if it does not occur.
-        ``text`` is what the template writes before the content of an answer."""
+        """Return the offset in ``text`` at which the generation prompt ends, or 0 if the text does not
+        contain this prompt. ``text`` is what the template writes before the content of an answer."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

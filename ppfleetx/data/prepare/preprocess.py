@@ -174,8 +174,9 @@ class Problems:
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Add the skipped documents of the next chunk. Raises DataError if ``strict`` is set and a document
-        was skipped, or if very many documents in a row were skipped."""
+        """Count the skipped documents of the next chunk of the corpus, and remember where they are. Raises
+        DataError if ``strict`` is set and a document was skipped, or if very many documents in a row were
+        skipped."""
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped

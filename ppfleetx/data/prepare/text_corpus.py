@@ -28,9 +28,9 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Finds the delimiters between documents in a block of bytes. ``first`` and ``last`` return the offset
-    after the first or last delimiter; 0 if there is none. At most ``overlap`` bytes of a delimiter lie in the
-    previous block."""
+    """Functions that find the ends of documents. ``first(data)`` and ``last(data)`` return the offset after
+    the first or the last delimiter in ``data``, or 0 if there is none. ``overlap`` is the length of the
+    longest delimiter minus 1."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -52,8 +52,8 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Regroup the blocks of a file into pieces that are cut at the ends of documents. Yields None in place of
-    a document longer than ``max_bytes``."""
+    """Regroup the data of a file, which arrives in ``blocks`` of any size, into parts of whole documents.
+    Yields None in place of a document longer than ``max_bytes``."""
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
     num_pending = 0
@@ -85,8 +85,8 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split ``piece``, one or more whole documents, at ends of documents into parts of at most ``max_bytes``.
-    Yields None in place of a longer document."""
+    """Split the bytes ``piece``, which are whole documents, into parts of whole documents of at most
+    ``max_bytes``. Yields None in place of a document that is longer."""
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -252,8 +252,8 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
-    Invalid documents are skipped. Raises DataError if a file is damaged or of another kind, or if there is no
-    text."""
+    Invalid documents are skipped. Raises DataError if a file is damaged, if very many documents in a row are
+    invalid, or if there is no text."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

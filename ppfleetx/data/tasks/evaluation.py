@@ -181,15 +181,16 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError for a wrong
-    option, and DataError, with the line, for a wrong file."""
+    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError if an option is
+    invalid, and DataError, with the line, if the file is invalid."""
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
     """Return the text of the file ``Offline_Eval.eval_path``, decompressed and without a byte order mark.
-    Raises ConfigError, which names ``place``, the file and line where the key was set."""
+    Raises ConfigError if the file cannot be read or is empty. ``place`` is the file and line where the key
+    was set, for messages."""
     name = cfg.eval_path
     if name is None:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"

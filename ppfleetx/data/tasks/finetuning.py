@@ -49,8 +49,8 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line of JSON that is a conversation in any of the supported forms. Returns a dictionary with
-    ``messages``. Raises DataError, which names ``place``, if the line is not a conversation with an
-    answer."""
+    ``messages``. Raises DataError if the line is not a conversation with an answer. ``place`` is its file and
+    line, for messages."""
     wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
     record = load_object(line, place, wanted)
     if not is_conversation(record):
@@ -178,9 +178,10 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return example ``index``. `PADDING` gives an example whose loss mask is 0. The arrays are
-        ``tokens`` int64 [s], ``lengths`` int64 [] (number of real tokens), ``labels`` int64 [] (float32 for a
-        regression; 0 if there are no labels), ``loss_mask`` float32 [], ``sample_ids`` int64 []."""
+        """Return example ``index``. The index `PADDING` gives an example whose loss mask is 0. The arrays are
+        ``tokens`` int64 [s], ``lengths`` int64 [] (number of tokens without padding), ``labels`` int64 []
+        (float32 for a regression; 0 if there are no labels), ``loss_mask`` float32 [], ``sample_ids`` int64
+        []."""
         ids = self.encode(self.texts[max(index, 0)])
         label = 0 if self.labels is None else self.labels[max(index, 0)]
         return {
@@ -237,7 +238,7 @@ class PromptResponseDataset(RecordDataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample of record ``index``. `PADDING` gives a sample whose loss mask is 0.
+        """Return the sample of record ``index``. The index `PADDING` gives a sample whose loss mask is 0.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
         ``lengths`` int64 [] (number of positions before the padding), ``sample_ids`` int64 [].
@@ -273,8 +274,8 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """Read a file of records as pairs (prompt, response), from the fields with these names. Returns the pairs
-    and a hash of the file. Raises DataError."""
+    """Read a file of JSON records, each with a prompt and a response in the fields ``prompt_field`` and
+    ``response_field``. Returns the pairs (prompt, response), and a hash of the file. Raises DataError."""
     pairs, digest = [], blake2b(digest_size=16)
     for number, line in read_records(path, digest.update):
         pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
@@ -313,8 +314,8 @@ class ChatDataset(RecordDataset):
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample of conversation ``index``, with the arrays of `PromptResponseDataset`. `PADDING`
-        gives a sample whose loss mask is 0. Raises DataError if the chat template refuses the
+        """Return the sample of conversation ``index``, with the arrays of `PromptResponseDataset`. The index
+        `PADDING` gives a sample whose loss mask is 0. Raises DataError if the chat template refuses the
         conversation."""
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"

@@ -107,8 +107,9 @@ _HIGHEST_SCORE = 5.0
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """The examples in one file of a GLUE task: one or two ``texts`` each. ``labels`` are class numbers, or
-    scores for a regression; None if they were not read. ``digest`` is a hash of the file."""
+    """The examples in one file of a GLUE task. ``texts`` has one or two sentences for each example.
+    ``labels`` has a class number for each, or a score if the task is a regression; None if labels were not
+    read. ``digest`` is a hash of the file."""
 
     path: Path
     texts: list[tuple[str, ...]]
@@ -118,9 +119,9 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read one part of a GLUE task from ``directory``. Most test files need ``with_labels=False``. Raises
-    DataError, with file and line, if the file is missing or not UTF-8, or if a line is not a valid
-    example."""
+    """Read one part of a GLUE task from ``directory``. Most test files have no labels, and need
+    ``with_labels=False``. Raises DataError, with file and line, if the file is missing or not UTF-8, or if a
+    line is not a valid example."""
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)

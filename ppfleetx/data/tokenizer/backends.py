@@ -19,8 +19,8 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Convert merges to tiktoken's ranks: ``{token: index in merges}``, for every token that the merges can
-    produce, except single bytes. Returns None if ranks cannot express the merges."""
+    """Return tiktoken's rank of each token of two or more bytes that the merges produce: the index of the
+    merge that produces it. Returns None if ranks cannot express the merges."""
     # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them
     # whenever the bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each
     # token alone as this one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No
@@ -78,9 +78,8 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Split ``text`` into tokens as tiktoken does: of all neighbors whose concatenation is a token, join
-    those with the lowest rank (the leftmost on ties), and repeat.
-    """
+    """Split ``text`` into tokens as tiktoken does. Starting from single bytes, join the two neighbors whose
+    concatenation has the lowest ``rank`` (the leftmost on ties), until no concatenation has a rank."""
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -154,8 +153,8 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Return those parts of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
-        fingerprint. ``written`` is the file's content."""
+        """Return those entries of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
+        fingerprint. ``written`` is the content of the file."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
@@ -347,8 +346,8 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens of the vocabulary that no merge makes. Raises Unsupported if tiktoken could make such
-    a token by joining two neighbors."""
+    """Return the tokens of two or more bytes that no merge produces. ``live`` are those that merges produce,
+    from `live_ranks`. Raises Unsupported if tiktoken would join two tokens to one that no merge produces."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -159,9 +159,8 @@ def read_vocab_and_merges(
 
 
 def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
-    """Return the content of a ``tokenizer.json`` for a byte-level BPE tokenizer like GPT-2's. ``special``
-    tokens that are not in the vocabulary are left out.
-    """
+    """Return the content of a ``tokenizer.json`` for a byte-level BPE tokenizer like GPT-2's. Its special
+    tokens are those in the list ``special`` that the vocabulary has."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",

@@ -109,9 +109,9 @@ class SideFiles:
         return replace(files, side_texts=texts)
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
-        """Return the tokens that transformers adds to a vocabulary, in its order. ``added`` is the entry
-        ``added_tokens`` of ``tokenizer.json``, and ``named`` are the special tokens that have a role, such as
-        ``bos_token``. Raises DataError if a file is damaged."""
+        """Return the tokens that transformers adds to a tokenizer's vocabulary, in the order in which it adds
+        them. ``added`` is the entry ``added_tokens`` of ``tokenizer.json``. ``named`` is the list of special
+        tokens that have a role, such as ``bos_token``. Raises DataError if a file is damaged."""
         config, (extra, former) = self.read(CONFIG), self._unnamed_special_tokens()
         named = [*named, *extra]
         if "added_tokens_decoder" in config:
@@ -133,9 +133,9 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return two lists of the special tokens that have no role such as ``bos_token``. The second has
-        those under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, and the first
-        all others."""
+        """Return the special tokens that have no role such as ``bos_token``, in two lists. The first list has
+        all of them except those under the legacy key ``additional_special_tokens`` of
+        ``special_tokens_map.json``, which are in the second list."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -243,8 +243,8 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """Return ``definition`` with the normalizer, pre-tokenizer, decoder and BPE options of the class
-    ``LlamaTokenizer`` of transformers 5."""
+    """Return ``definition``, the content of a ``tokenizer.json``, with the normalizer, pre-tokenizer, decoder
+    and BPE options that transformers 5 uses in its class ``LlamaTokenizer``."""
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"
@@ -266,8 +266,9 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
-    """Return ``definition`` with ``add_prefix_space`` set to ``wanted``, the value in
-    ``tokenizer_config.json``. Tokenizers that do not split text like GPT-2's are returned unchanged."""
+    """Return ``definition`` with the pre-tokenizer option ``add_prefix_space`` set to ``wanted``, its value
+    in ``tokenizer_config.json``. Definitions with another pre-tokenizer than GPT-2's are returned
+    unchanged."""
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition

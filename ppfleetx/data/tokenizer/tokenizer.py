@@ -59,7 +59,7 @@ class ByteStreamDecoder:
 
 class TextStreamDecoder:
     """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
-    earlier tokens. ``after`` are the ids that precede the first id to decode."""
+    earlier tokens. The parameter ``after`` has the ids before the first id to decode, such as a prompt."""
 
     def __init__(
         self,
@@ -318,8 +318,8 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> ByteStreamDecoder | TextStreamDecoder:
-        """Return a decoder for ids that arrive one by one. ``after`` are the ids that precede them, such as
-        the prompt; they can affect how the text begins."""
+        """Return a decoder for ids that arrive one by one. If they continue other ids, such as a prompt, pass
+        those as ``after``, because they can affect how the text begins."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
