@@ -202,8 +202,8 @@ class BlendedDataset:
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample at position ``index`` of the blend. The arrays are those of `GPTDataset`, where
-        ``sample_ids`` is this position.
+        """Return the sample at position ``index`` of the blend. It has the arrays of `GPTDataset`, but
+        ``sample_ids`` holds ``index``.
         """
         if index == PADDING:
             return self._from(0, self.datasets[0][PADDING])

@@ -124,8 +124,9 @@ class Chunk:
     """A part of a text corpus that one worker process encodes at a time.
 
     Attributes:
-        data: the text of the documents, or None if the worker reads the files ``paths`` itself or skips a
-            document that is too long.
+        paths: the files that contain the documents.
+        data: the text of the documents. None if the worker reads ``paths`` itself, or if the chunk stands for
+            one document that is too long, which is skipped.
         num_disk_bytes: size of the chunk in the file on disk, for the progress bar.
     """
 
