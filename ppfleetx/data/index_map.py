@@ -193,8 +193,9 @@ def load_or_build(
     num_bytes: int,
 ) -> Arrays:
     """Return the arrays ``names`` that are cached in ``directory`` under ``key``, memory-mapped. If they are
-    missing or damaged, they are built by ``build`` and cached first. ``about`` is a description to store with
-    them. Raises DataError if there is too little free memory to build them, which takes ``num_bytes``."""
+    missing or damaged, they are built by ``build`` and cached first. If ``directory`` cannot be written, they
+    are returned as built, with a warning. ``about`` is a description to store with them. Raises DataError if
+    less than ``num_bytes`` of memory, which building takes, are free."""
     stored = _load(directory, key, names)
     if stored is not None:
         return stored
