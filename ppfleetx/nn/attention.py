@@ -36,13 +36,13 @@ class KeyValueCache(Protocol):
             window: number of earlier positions that each position may attend to; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. The
-                mask is None if the masks of :mod:`ppfleetx.nn.masks` apply.
+            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
+                mask is None, the causal mask and the window apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:
-        """Return the number of tokens of each row's sequence, including the new positions, as ``[b or 1, 1]``
-        int64. A prompt that is run in chunks counts as a whole."""
+        """Return the length of each row's sequence, including the new positions, as ``[b or 1, 1]`` int64. If
+        a prompt is run in chunks, the length includes the whole prompt."""
 
 
 class HeadAttention(nn.Layer):
@@ -162,7 +162,8 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Apply those norms whose gain spans all heads to queries and keys in ``qkv [s, b, g, r + 2, d]``."""
+        """Normalize the queries and keys in ``qkv [s, b, g, r + 2, d]`` by norms whose gain covers all heads
+        together."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])

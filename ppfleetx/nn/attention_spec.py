@@ -23,8 +23,11 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Describe a fused matrix whose columns repeat a series of named blocks (such as query, key, value) with
-    these ``widths``."""
+    """Return the parts of a fused matrix whose columns are ordered ``[repetition][part][column]``.
+
+    Args:
+        widths: number of columns of each part (such as query, key and value) in one repetition.
+    """
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -110,7 +113,8 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that a context-parallel rank exchanges before attention, and after it."""
+        """Return two numbers: the bytes that a context-parallel rank exchanges before attention, and those
+        that it exchanges after attention."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -136,8 +140,12 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`) from the fused projection to heads.
-        ``keeps_queries``: without flash attention, also keep the queries besides the core's scaled copy."""
+        """Return the operations from the fused projection to separate heads for the memory simulation
+        (:mod:`ppfleetx.nn.tape`).
+
+        Args:
+            keeps_queries: whether queries are kept for the backward pass. Flash attention always keeps them.
+        """
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
         whole, turning = q + 2 * kv, q + kv
         kept = q * (keeps_queries or work.flash) + 2 * kv
@@ -173,7 +181,7 @@ class AttentionSpec:
 
 
 def _pairs(work: Work, num_heads: int) -> float:
-    """Return the number of attention scores that one rank computes, for its heads and whole sequences."""
+    """Return the number of attention scores that one rank computes."""
     return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
 
 
@@ -212,10 +220,10 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`) from queries, keys and values to the context.
+        """Return the operations of the core for the memory simulation (:mod:`ppfleetx.nn.tape`).
 
         Args:
-            heads: bytes of queries, keys and values to keep for the backward pass.
+            heads: bytes of the queries, keys and values that are kept for the backward pass.
         """
         core = self._steps(work)
         if recompute:
@@ -352,12 +360,14 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that a context-parallel rank exchanges before attention, and after it."""
+        """Return two numbers: the bytes that a context-parallel rank exchanges before attention, and those
+        that it exchanges after attention."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes of all queries (the same for all keys) and of all values, on one rank."""
+        """Return two sizes on one rank in bytes: that of all queries, which is also that of all keys, and
+        that of all values."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 

@@ -35,16 +35,18 @@ class AttentionStrategy:
     has_own_core = False  # True rules out kernels for packed queries, keys and values
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the part of ``ids [b, s]`` (whole sequences) at this rank's positions outside attention."""
+        """Return the columns of ``ids [b, s]`` (whole sequences) at the positions that this rank processes
+        outside attention."""
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the part of ``ids [b, s]`` (whole sequences) at this rank's query positions in attention."""
+        """Return the columns of ``ids [b, s]`` (whole sequences) at the positions whose queries this rank
+        processes in attention."""
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Exchange queries, keys and values ``[s, b, g, r + 2, d]`` among the ranks before attention. Returns
-        those for which this rank computes attention."""
+        """Exchange queries, keys and values ``[s, b, g, r + 2, d]`` among the ranks before attention. The
+        result has the positions and heads for which this rank computes attention."""
         # Latent attention passes other sizes of the last two dimensions.
         return qkv
 
@@ -56,7 +58,8 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run attention by ``attend`` on rotated queries, keys and values. Subclasses may communicate."""
+        """Compute attention on rotated queries, keys and values with the function ``attend``. A subclass may
+        also communicate among ranks."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:

@@ -61,8 +61,9 @@ class AuxLoss:
 
 
 def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
-    """Return ``hidden`` unchanged; its backward pass also starts the gradient of ``aux``. Outside of a step
-    (generation, a teacher model), no loss is attached."""
+    """Attach the loss ``aux`` to ``hidden``, and return ``hidden`` with unchanged values. The backward pass
+    through the result also backpropagates the loss. Outside of :meth:`AuxLossScope.step` (generation, a
+    teacher model), no loss is attached."""
     place = _PLACE.get()
     return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
 
@@ -77,7 +78,8 @@ class AuxLossScope:
     """Tracks which micro batch of a step each layer is processing, for the auxiliary losses of the layer.
 
     Args:
-        record: called once with the name and the metric of each loss.
+        record: function that gets the name and the metric of each loss. It is not called again when the
+            backward pass recomputes the loss.
     """
 
     def __init__(
@@ -157,7 +159,8 @@ class AuxLossScope:
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return into how many shares ranks divide a loss; ranks along ``same_on`` hold the same share."""
+        """Return how many different shares of a loss the ranks along ``mp`` and ``sep`` hold. Ranks along the
+        axes ``same_on`` hold the same share."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 

@@ -57,7 +57,8 @@ class DeferredLogits:
         return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits ``[chunk, b, V]`` of each chunk, without gradients and the head's hooks."""
+        """Yield the logits ``[chunk length, b, V]`` of each chunk, without gradients. The head's hooks do not
+        run."""
         return self.head.logits_in_pieces(self.hidden)
 
 
@@ -80,7 +81,8 @@ class ChunkedHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head may return :class:`DeferredLogits`: only the loss reads them."""
+        """Context manager in which the head may return :class:`DeferredLogits`. Inside it, only the loss may
+        read the logits."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield
@@ -100,7 +102,8 @@ class ChunkedHead(nn.Layer):
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return hidden states at this rank's labels, gathered from all ranks under sequence parallelism."""
+        """Return the hidden states at the positions of this rank's labels. Under sequence parallelism, they
+        are gathered from all tensor-parallel ranks."""
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
@@ -114,8 +117,12 @@ class ChunkedHead(nn.Layer):
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
-        """Run head and ``target.function`` on each chunk of the hidden states ``whole [s, b, h]``. Return the
-        sum over the chunks or, without gradients, the list of results."""
+        """Run the head and ``target.function`` on each chunk of hidden states. Return the sum over the chunks
+        or, without gradients, the list of results.
+
+        Args:
+            whole: hidden states ``[s, b, h]`` of all chunks.
+        """
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
             head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
@@ -209,8 +216,9 @@ def _gradients(
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Return the loss of a chunk, and its gradients with respect to those ``leaves`` (chunk of hidden states,
-    weight, optional bias) that require one."""
+    """Return the loss of a chunk, and its gradients with respect to ``leaves``: the chunk of hidden states,
+    the weight and, if the head has one, the bias. The gradient is None for a leaf that does not require one.
+    """
     with paddle.enable_grad():
         part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which keeps tensors saved by PyLayers until garbage collection

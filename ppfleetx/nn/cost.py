@@ -81,7 +81,8 @@ class Work:
 
     @property
     def low_share(self) -> float:
-        """Bytes of a new gradient per byte of accumulated gradient; 0 if both have the same type."""
+        """Extra memory for a new gradient before it is accumulated, as a share of the accumulated gradient.
+        It is 0 if both have the same type."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
@@ -90,7 +91,8 @@ class Work:
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
-        """Like :meth:`bytes_of`, but only at this rank's positions under sequence parallelism."""
+        """Return the bytes of activations ``[tokens, width]`` on one rank, with positions divided by sequence
+        parallelism."""
         return self.bytes_of(width) / self.split
 
 
@@ -153,8 +155,8 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return the tape step (:mod:`ppfleetx.nn.tape`) of dropout, which keeps a mask of one byte per element
-    of the ``size`` bytes."""
+    """Return dropout of ``size`` bytes as one operation for the memory simulation (:mod:`ppfleetx.nn.tape`).
+    It keeps a mask of one byte per element."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

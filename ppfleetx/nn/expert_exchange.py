@@ -129,8 +129,9 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Build the route of a dispatch from ``counts [E]``, this rank's rows per expert. Ranks exchange
-        counts once per process group, and the host waits for the device once."""
+        """Build the route of a dispatch from ``counts [E]``, this rank's number of rows for each expert. All
+        ranks must call this together, because they exchange the numbers."""
+        # One exchange for each process group, and only one wait of the host for the device.
         (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
         num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
         to_itself[node, place] = 1
@@ -176,7 +177,8 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that a rank along ``emp`` receives; all pad to it before the gather."""
+        """Largest number of rows received by a rank along the tensor-parallel axis inside an expert
+        (``emp``)."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -213,8 +215,8 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Bring received rows to the ranks of their experts, and sort them by expert: exchange them within
-        the node (with two levels), then gather them along ``emp``."""
+        """Send received rows on to the ranks of their experts. Return the rows that this rank gets, sorted by
+        expert. Ranks that slice the same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -223,8 +225,8 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return outputs to the ranks of this node that received the rows: the inverse of :meth:`spread`. A
-        reduce-scatter sums them along ``emp``, then they are exchanged within the node."""
+        """Return the experts' outputs to the ranks that passed the rows to :meth:`spread`, in the order of
+        these rows. Outputs of ranks that slice the same experts are summed."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -236,7 +238,8 @@ class Route:
         return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send experts' outputs back to the ranks of the rows; :meth:`at_home` waits for them."""
+        """Start to send the experts' outputs back to the ranks from which the rows came. :meth:`at_home`
+        waits for them."""
         return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
@@ -253,8 +256,8 @@ class Message:
         self._finish: Callable[[], paddle.Tensor] | None = None
 
     def start(self, rows: paddle.Tensor, sent: np.ndarray, received: np.ndarray, group: Any) -> paddle.Tensor:
-        """Start to exchange ``rows`` among the ranks of ``group``, and return the tensor that will hold the
-        received rows. Without a group, this is ``rows`` itself."""
+        """Start to exchange ``rows`` among the ranks of ``group``. The returned tensor holds the received
+        rows after :meth:`wait`. Without a group, ``rows`` is returned."""
         if group is None:
             self._finish = lambda: rows
             return rows
@@ -276,7 +279,7 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Exchange ``numbers`` by an all-to-all with equal counts for every rank of ``group``."""
+    """Exchange ``numbers`` by an all-to-all in which all ranks of ``group`` get parts of equal length."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)
@@ -352,7 +355,8 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return this rank's share of ``rows``, which all ranks of ``group`` hold; a row of zeros if empty."""
+    """Return this rank's share of ``rows``, which all ranks of ``group`` hold. An empty share is replaced by
+    one row of zeros."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

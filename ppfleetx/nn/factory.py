@@ -308,8 +308,8 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a fake quantizer whose maxima are taken over the ranks that slice the tensor. With a scale per
-        output channel, ranks with other channels are left out."""
+        """Make a fake quantizer for ``linear``. Its maxima are taken over the ranks whose slices share a
+        scale."""
         has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input

@@ -48,8 +48,8 @@ def on_grid(
 
 
 def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
-    """Like :func:`on_grid`, with the bound ``bound * share``. ``share [1]`` is a learned clipping factor,
-    whose gradient comes from the elements beyond the bound (PACT: Choi et al., 2018)."""
+    """Like :func:`on_grid`, but the bound is multiplied by a learned clipping factor, ``share [1]``. The
+    factor's gradient comes from the elements beyond the bound (PACT: Choi et al., 2018)."""
     if _has_no_gradient(x) and _has_no_gradient(share):
         return _rounded(x, bound * share.clip(min=_LEAST_SHARE), bits, True)
     return _LearnedClip.apply(x, share, bound, bits)
@@ -221,7 +221,8 @@ class FakeQuantizer(nn.Layer):
 
     @paddle.no_grad()
     def follow(self, largest: paddle.Tensor) -> None:
-        """Move the average ``input_scale`` towards ``largest``, the largest input of a global batch."""
+        """Update the moving average ``input_scale`` with ``largest``, the largest input magnitude of a global
+        batch."""
         if not self.input_scale._is_initialized():
             return  # sharding stage 3: only the owner has the value
         rate, scale = self.cfg.moving_rate, self.input_scale.detach()

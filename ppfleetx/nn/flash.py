@@ -65,8 +65,8 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def limit(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """Return the first limit of flash attention ``version`` that the sizes exceed, as text for a message;
-    None if they fit.
+    """Return, as text for a message, the first limit of flash attention 2 or 3 (``version``) that forbids its
+    use; None if there is none.
 
     Args:
         capability: compute capability of the GPU, (major, minor).

@@ -132,7 +132,8 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Return whether the fused operator ``name`` runs on ``tensors`` of these types; never in exports."""
+        """Return whether the fused operator ``name`` runs on ``tensors`` of these types. It is False while
+        exporting."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
             return False

@@ -150,7 +150,8 @@ def _masked_softmax(
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Return whether Paddle's fused causal softmax takes these scores: q = k, a multiple of 8, 32 to 8192."""
+    """Return whether Paddle's fused causal softmax can take these scores. It needs as many queries as keys, a
+    multiple of 8 from 32 to 8192."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 

@@ -60,7 +60,8 @@ class LatentAttention(HeadAttention):
         return self.out_proj(joined(context))
 
     def _queries(self, hidden: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Return queries ``[b, n, 1, s, p + t]`` of this rank's heads; the last t features are rotated."""
+        """Return queries ``[b, heads, 1, s, head_dim]`` of this rank's heads. The last ``rope_head_dim``
+        features are rotated."""
         if self.q_down is not None:
             hidden = self.q_norm(self.q_down(hidden))
         query = self.q_up(hidden).reshape([0, 0, self.num_heads, self.spec.head_dim])
@@ -74,8 +75,9 @@ class LatentAttention(HeadAttention):
     def _compressed(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return compressed keys and values ``[s, b, c]`` at the positions of ``hidden``, and rotary features
-        of keys ``[b, 1, s, t]`` at the positions of all tensor-parallel ranks."""
+        """Return compressed keys and values ``[s, b, kv_rank]``, and rotary features of keys
+        ``[b, 1, s, rope_head_dim]``. Under sequence parallelism, only the rotary features cover the positions
+        of all tensor-parallel ranks."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
@@ -88,7 +90,8 @@ class LatentAttention(HeadAttention):
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]`` of this rank's heads."""
+        """Project compressed vectors to keys ``[b, heads, s, head_dim]`` and values
+        ``[b, heads, s, value_head_dim]`` of this rank's heads."""
         width = self.spec.nope_head_dim + self.spec.value_head_dim
         both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
         still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
@@ -115,9 +118,15 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attend to the cached vectors ``compressed [b, 1, k, c]`` and rotary features
-        ``turned [b, 1, k, t]`` without projecting them to keys and values. Returns the context
-        ``[b, n, 1, s, v]``."""
+        """Attend to cached compressed vectors without projecting them to keys and values.
+
+        Args:
+            compressed: ``[b, 1, k, kv_rank]``, the vectors of the k cached positions.
+            turned: ``[b, 1, k, rope_head_dim]``, the rotary features of their keys.
+
+        Returns:
+            The context ``[b, heads, 1, s, value_head_dim]``.
+        """
         # Queries and context are projected instead of the cached vectors.
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
@@ -130,8 +139,8 @@ class LatentAttention(HeadAttention):
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the projections from compressed vectors to keys ``[n, p, c]`` and values ``[n, c, v]``;
-        cached if weights do not change."""
+        """Return the projections from compressed vectors to keys, ``[heads, nope_head_dim, kv_rank]``, and to
+        values, ``[heads, kv_rank, value_head_dim]``. They are cached if weights do not change."""
         # Adapters are added and removed as hooks; cached projections are valid for the hooks they were made
         # with.
         hooks = tuple(self.kv_up._forward_post_hooks)

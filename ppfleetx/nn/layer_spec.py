@@ -35,7 +35,8 @@ def within(layer: str, specs: Specs) -> Specs:
 def parameters_within(
     layers: Iterable[tuple[str, LayerSpec | None]], *, sequence_parallel: bool = True
 ) -> Specs:
-    """Return the parameters of several sub-layers, with the sub-layer's name as prefix; None is skipped."""
+    """Return the parameters of several sub-layers. Each parameter's name begins with the name of its
+    sub-layer. A sub-layer that is None has no parameters."""
     specs: Specs = {}
     for name, layer in layers:
         if layer is not None:
@@ -53,7 +54,8 @@ class LinearSpec:
             nothing (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
         parts: the matrices that are fused into this one.
-        of_trunk: for a ``whole`` linear, whether its input is the hidden states at this rank's positions.
+        of_trunk: whether the input of a ``whole`` linear has only this rank's positions under sequence
+            parallelism.
     """
 
     in_features: int
@@ -66,10 +68,11 @@ class LinearSpec:
     of_trunk: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Declare ``weight`` and any ``bias``. Row-parallel layers add the bias after the sum over ranks."""
+        """Declare ``weight`` and, if the layer has one, ``bias``."""
         of_weight, of_bias = {"columns": (Shard(1), Shard(0)), "rows": (Shard(0), REPLICATE)}.get(
             self.cut, (REPLICATE, REPLICATE)
         )
+        # A row-parallel layer adds the bias after the reduce-scatter, to this rank's positions only.
         is_partial = sequence_parallel and (self.cut == "rows" or self.of_trunk)
         partial_weight = is_partial and self.cut == "whole"
         shape = (self.in_features, self.out_features)
@@ -96,7 +99,7 @@ class LinearSpec:
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`) of product, exchange and bias."""
+        """Return the operations of the linear layer for the memory simulation (:mod:`ppfleetx.nn.tape`)."""
         gradients = self.gradient_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
@@ -158,8 +161,11 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`) of the norm on ``size`` bytes, by default on the
-        hidden states."""
+        """Return the operations of the norm for the memory simulation (:mod:`ppfleetx.nn.tape`).
+
+        Args:
+            size: bytes of the input; None: the input is the hidden states at this rank's positions.
+        """
         u = work.part_of(self.size) if size is None else size
         if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes
@@ -187,8 +193,9 @@ class TableSpec:
     of_words: bool = True
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Declare ``weight``. Tensor-parallel ranks have no partial sums of its gradient."""
+        """Declare ``weight``."""
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
+        # Not a partial sum along mp: every tensor-parallel rank embeds all positions of its input.
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
     def gradient_bytes(self, work: Work) -> float:

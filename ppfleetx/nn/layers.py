@@ -49,7 +49,7 @@ class GroupedLinear(nn.Layer):
         self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, in]``, sorted by group, to ``[n, out]``. ``counts`` are the rows per group."""
+        """Map ``x [n, in]``, sorted by group, to ``[n, out]``. ``counts``: number of rows in each group."""
         return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
 
     def extra_repr(self) -> str:
@@ -81,8 +81,14 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
 
 
 class VocabParallelEmbedding(nn.Layer):
-    """A word embedding whose rows are divided over the tensor-parallel ranks; ``join`` sums their results.
-    Paddle's own layer copies the whole table in each pass on a plugin's device."""
+    """A word embedding whose rows are divided over the tensor-parallel ranks.
+
+    Args:
+        shape: shape of this rank's part of the table.
+        join: sums the results of the ranks.
+    """
+
+    # Not Paddle's own layer, which copies the whole table in each pass on a plugin's device.
 
     def __init__(
         self, shape: Sequence[int], *, rank: int, join: Callable[[paddle.Tensor], paddle.Tensor]
@@ -97,8 +103,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the row to read for each token in this rank's part of the embedding table, and whether the token
-    belongs to this part, ``[..., 1]``."""
+    """Return two results for each token: the row to read in this rank's part of the embedding table, and
+    whether the token belongs to this part, ``[..., 1]``. Tokens of other parts get any row."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
     # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.

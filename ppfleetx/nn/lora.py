@@ -43,7 +43,10 @@ class LoraBranch(nn.Layer):
 
     def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
         """Map the linear's input ``x [..., in]`` to ``[..., out]``, to be added to the linear's output.
-        ``counts`` are the rows of each expert; None: the linear has one matrix."""
+
+        Args:
+            counts: number of rows for each expert; None: the linear has one matrix.
+        """
         low = self._times(self.dropout(x), self.a, counts)
         if self.join is not None:
             low = self.join(low)

@@ -82,7 +82,8 @@ class ScatteredInput(Exchange):
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """Return a function that waits for ``task`` and returns ``result``. It keeps ``_used`` in memory."""
+    """Return a function that waits for ``task`` and returns ``result``. The function keeps the tensors
+    ``_used`` in memory."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -102,9 +103,10 @@ class Matmul:
     """Computes the products with the weights of one model.
 
     Args:
-        cast_to: dtype of the copies of weights and biases that are kept inside :meth:`kept`; None: no copies.
+        cast_to: dtype of the copies of weights and biases that are made once inside :meth:`kept`; None: no
+            copies are made.
         fused: the fused operators in use; only ``linear_grad_add`` matters here.
-        defers: whether to defer the gradients of weights to :meth:`run_next`.
+        defers: whether the gradients of weights are deferred until :meth:`run_next` is called.
 
     Attributes:
         uses: how often each option took effect, and the number of copies made (``casts``).
@@ -146,8 +148,8 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached values of ``parameter`` for the argument ``leaf`` of :meth:`apart`: the result
-        of :meth:`value` or, in bfloat16 on a CPU, the float32 parameter."""
+        """Return the detached values of ``parameter`` for the argument ``leaf`` of :meth:`apart`. They are
+        those of the 16-bit copy if there is one, except in bfloat16 on a CPU."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -173,8 +175,12 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: Counts,
     ) -> paddle.Tensor:
-        """Multiply each row of ``x [n, in]`` by the matrix of its group in ``weight [groups, in, out]``. Rows
-        are sorted by group; ``counts`` are the rows per group."""
+        """Multiply each row of ``x [n, in]`` by the matrix of its group in ``weight [groups, in, out]``.
+
+        Args:
+            x: rows, sorted by group.
+            counts: number of rows in each group.
+        """
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         defers = self.defers and trains and not x.stop_gradient
@@ -273,15 +279,16 @@ class Matmul:
         self._open.clear()
 
     def run_next(self) -> None:
-        """Compute the deferred weight gradients of the oldest micro batch. Gradients of weights that were
-        computed from parameters (rounded, cast) go on to the parameters, whose hooks run as usual."""
+        """Compute the deferred weight gradients of the oldest micro batch. The hooks of parameters run as in
+        a usual backward pass."""
         work = self._waiting.popleft()
         with paddle.amp.auto_cast(enable=False):
             while work:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once all weights of this backward pass have their gradients, also deferred ones."""
+        """Call the function ``call`` when all weights of this backward pass have their gradients: after
+        :meth:`run_next` if gradients are deferred, else immediately."""
         if self.defers:
             self._open.append(call)
         else:
@@ -328,7 +335,8 @@ class _Work:
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """Convert the upstream gradient. Return it, and the bias gradient if the conversion computes it."""
+        """Convert the upstream gradient to the type in which it is multiplied. The second result is the bias
+        gradient, or None if the conversion does not compute it."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -394,7 +402,8 @@ class _GroupedWork(_Work):
         self.counts = counts
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """Multiply the rows of each group by the group's matrix, in a linear's dtype under ``auto_cast``."""
+        """Multiply the rows of each group by the group's matrix. The result has the dtype that ``F.linear``
+        returns under ``auto_cast``."""
         # Find the dtype by a product of two numbers, because auto_cast depends on lists and levels.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
@@ -527,7 +536,11 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 def _of_bias(
     work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
 ) -> paddle.Tensor | None:
-    """Return the gradient of the bias: ``known``, or computed from ``upstream``; None if it is frozen."""
+    """Return the gradient of the bias; None if the bias is frozen.
+
+    Args:
+        known: the gradient, if it has been computed already.
+    """
     if dtype is None or known is not None:
         return None if dtype is None else known
     return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)

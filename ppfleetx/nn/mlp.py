@@ -44,7 +44,7 @@ def _gate_and_up(x: paddle.Tensor) -> list[paddle.Tensor]:
 
 
 def swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """Return silu(gate) * up for ``x [s, b, 2 * ffn]`` with columns ``[ffn][gate, up]``."""
+    """Return silu(gate) * up for ``x [s, b, 2 * ffn]``, whose last dimension alternates gate and up."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return (F.silu(gate) * up).reshape([s, b, width // 2])

@@ -62,7 +62,8 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`). All tensor names begin with ``writes``."""
+        """Return the operations of the MLP for the memory simulation (:mod:`ppfleetx.nn.tape`). The result is
+        named ``writes``; the names of intermediate tensors begin with it."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -89,18 +90,23 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """Declaration of all experts' linears, ``weight [experts, in, out]``; ``of_one`` declares one linear."""
+    """Declaration of one linear layer for each expert, with ``weight [experts, in, out]``.
+
+    Attributes:
+        of_one: declaration of the linear layer of a single expert.
+    """
 
     num_experts: int
     of_one: LinearSpec
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Declare ``weight`` and any ``bias``. Of the ranks that slice input features, one adds the bias."""
+        """Declare ``weight`` and, if the linears have one, ``bias``."""
         one, experts = self.of_one, self.num_experts
         cut = {"columns": (Shard(2), Shard(1)), "rows": (Shard(1), REPLICATE)}[one.cut]
 
         def placed(shape: tuple[int, ...], init: Init, kind: str, emp: Placement) -> ParamSpec:
             of_parts = len(shape) - 1
+            # Only one rank along emp adds a bias that is not sliced, so only this rank has its gradient.
             grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
             parts = tuple(replace(part, dim=of_parts) for part in one.parts)
             return ParamSpec(shape, init, kind, {"ep": Shard(0), "emp": emp}, grad, parts)
@@ -204,8 +210,11 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Convert ``work`` from a micro batch to the rows that one rank's experts process. ``load`` is their
-        number, divided by the mean over the ranks."""
+        """Return a copy of ``work`` whose micro batch is the rows of one rank's experts.
+
+        Args:
+            load: number of rows of the rank, divided by the mean over the ranks.
+        """
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
@@ -215,8 +224,9 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the tape steps (:mod:`ppfleetx.nn.tape`) of a forward pass, on the rank whose experts get
-        the most rows. Tensor names begin with ``writes``, the result's name."""
+        """Return the operations of the mixture for the memory simulation (:mod:`ppfleetx.nn.tape`), on the
+        rank whose experts get the most rows. The result is named ``writes``; the names of intermediate
+        tensors begin with it."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

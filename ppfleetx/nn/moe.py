@@ -226,7 +226,8 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Gather ``rows [n, h]`` of positions into one row per choice of an expert, sorted by expert."""
+        """Copy the row ``[h]`` of each position once for each of its experts. Return the copies, sorted by
+        expert."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
@@ -242,7 +243,7 @@ class Order:
         return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return one row per choice of an expert, sorted by expert: the row of the choosing position."""
+        """Return one copy of a position's row for each of its experts, sorted by expert."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
@@ -257,11 +258,11 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Bring ``values [n, k]`` from the order of positions into that of experts, ``[choices, 1]``."""
+        """Convert ``values [n, k]``, sorted by position, to ``[choices, 1]``, sorted by expert."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Bring ``values [choices, 1]`` from the order of experts into that of positions, ``[n, k]``."""
+        """Convert ``values [choices, 1]``, sorted by expert, to ``[n, k]``, sorted by position."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property

@@ -80,8 +80,9 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix as the fused blocks read it for ``num_rows`` rows: its format (one of
-        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and an array. None: no memory for another copy."""
+        """Return the matrix for a product with ``num_rows`` rows in a fused block: the name of its format
+        (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and the array. None: there is no memory for
+        the array."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None
@@ -111,7 +112,7 @@ class InferenceLinear(Linear):
 
     @property
     def matrix(self) -> PanelMatrix:
-        """The weight as the :class:`PanelMatrix` that passes without gradients multiply by."""
+        """The weight as a :class:`PanelMatrix`, for products without gradients."""
         return self._matrix
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:

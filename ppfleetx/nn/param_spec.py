@@ -42,8 +42,8 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 @dataclass(frozen=True)
 class Part:
     """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a norm's gain.
-    Along dimension ``dim``, it has ``width`` indices, beginning at ``offset``, of every ``period``
-    indices."""
+    Dimension ``dim`` consists of periods of ``period`` indices. In each period, the part has the ``width``
+    indices that begin at ``offset``."""
 
     name: str
     dim: int
@@ -64,9 +64,10 @@ class ParamSpec:
         shape: shape of the whole parameter.
         kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``,
             ``router``, ``router_bias``, ``router_load``, ``lora``, ``quant``.
-        value: placement of the value by axis. Along other axes, every rank has the whole value.
-        grad: placement of the gradient after a backward pass by axis. Along other axes, it is placed like the
+        value: maps an axis to the placement of the value. Along all other axes, every rank has the whole
             value.
+        grad: maps an axis to the placement of the gradient after a backward pass. Along all other axes, the
+            gradient is placed like the value.
         parts: the matrices or heads that the parameter consists of.
         tie: key of the tie, if several stages of the model share the parameter.
         dtype: dtype in which the parameter is stored, if it differs from the model's.
@@ -87,7 +88,7 @@ class ParamSpec:
 
     @property
     def view(self) -> View:
-        """The named grid of ranks to which the parameter's axes belong: the dense or the expert one."""
+        """The grid of ranks on which the parameter is placed: that of dense parameters or that of experts."""
         return view_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:
@@ -155,8 +156,8 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return, as a tuple, the axis whose ranks share the parameter and divide the ownership of parameters
-    among them (ZeRO). () if every rank owns what it holds."""
+    """Return, as a tuple, the axis along which the ownership of parameters is divided (ZeRO); () if every
+    rank owns its own parameters."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
@@ -180,8 +181,8 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """Return, in order, the groups (as axes) over which a parameter's gradient is summed. The reduction to
-    the parameter's owner under sharding is not included."""
+    """Return the groups over which a parameter's gradient is summed, in order. Each group is given by its
+    axes. The reduction to the parameter's owner under sharding is not included."""
     # The order affects the last bits. Replicas are summed in one group: two successive sums would add the
     # numbers in different orders on different ranks. Tied copies (pp) come last, because a sum of two numbers
     # does not depend on the order.
@@ -196,13 +197,14 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return the axis whose replicas' gradients are made bitwise equal after the reduction; () if none."""
+    """Return, as a tuple, the axis along which replicas of the parameter must get bitwise equal gradients; ()
+    if there is none."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_lack_gradient(spec: ParamSpec) -> bool:
-    """Return whether a backward pass may leave the gradient None: an expert may get no token."""
+    """Return whether a backward pass may leave the gradient None, as for an expert without tokens."""
     return spec.trains and "ep" in spec.view.axes
 
 
@@ -233,14 +235,20 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
     """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Of the ranks with the same
-    slice, exactly one does. ``owns`` and ``first_holder`` are those of :func:`counts`."""
+    slice, exactly one does.
+
+    Args:
+        owns: whether the rank owns the parameter.
+        first_holder: whether the rank is in the first pipeline stage that holds the parameter.
+    """
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     copies = [a for a in spec.view.axes if a not in without and spec.placement(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the process groups (as axes) that parameters need. All ranks must create them in this order."""
+    """Return all process groups that training the parameters needs, each given by its axes. All ranks must
+    create the groups in this order."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -249,5 +257,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Merge groups from :func:`gradient_sums`: each group once, in the order in which the sums run."""
+    """Remove duplicates from the groups that :func:`gradient_sums` returned for several parameters, and sort
+    them in the order in which gradients are summed."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

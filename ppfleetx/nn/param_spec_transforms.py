@@ -103,7 +103,7 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """Declare adapters of a layer's experts. Along emp, gradients of unsliced matrices are partial sums."""
+    """Declare the low-rank adapters of a layer's experts."""
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
@@ -181,7 +181,7 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a quantized word embedding ``[V, h]``: those of ``[h, V]``, transposed."""
+    """Declare the scales of a quantized word embedding ``[V, h]``. Each row has its own scales."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -149,7 +149,7 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[k, n]`` in floating point, for devices without an operator for its format. If
-        activations are rounded, it may lack the scales, which :meth:`rescaled` applies later."""
+        inputs are rounded, use it only with :meth:`rescaled`, because it may lack the scales."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -160,8 +160,11 @@ class QuantizedMatrix:
         x: paddle.Tensor,
         bias: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return ``x @ matrix + bias`` after rounding each row of ``x`` to 8 bits. ``multiply`` multiplies
-        its argument by the matrix that :meth:`widened` returned."""
+        """Return ``x @ matrix + bias`` after rounding each row of ``x`` to 8 bits.
+
+        Args:
+            multiply: function that multiplies its argument by the result of :meth:`widened`.
+        """
         if self._rounds_rows and x.dtype == paddle.float32:
             integers, step = round_rows(x)
             product = multiply(integers) * paddle.multiply(step, self.scale)
@@ -280,7 +283,8 @@ class QuantizedGroupedLinear(nn.Layer):
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Return the quantized matrix of one expert, created at first use, when the weights are final."""
+        """Return the quantized matrix of one expert. It is created at the first call, after which the stored
+        weights must not change."""
         if expert not in self._matrices:
             stored = self.weight[expert], self.scale[expert]
             self._matrices[expert] = QuantizedMatrix(*stored, self.form)
@@ -288,10 +292,10 @@ class QuantizedGroupedLinear(nn.Layer):
 
 
 class QuantizedEmbedding(nn.Layer):
-    """A word embedding in 8 bits, or this rank's rows of it.
+    """A word embedding stored in 8 bits. Under tensor parallelism, it holds this rank's rows.
 
     Args:
-        form: storage of the transposed table ``[h, V]``.
+        form: quantization format of the transposed table ``[h, V]`` (size of groups, asymmetric or not).
         join: sums the results of the ranks; None: this rank holds all rows.
     """
 
@@ -339,7 +343,8 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """Return the table transposed, ``[h, V]``, or its first ``vocab_size`` columns, for a tied head."""
+        """Return the matrix of a tied head: the transposed table ``[h, V]``, cut to the first ``vocab_size``
+        columns unless this is None."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
         return QuantizedMatrix(weight, scale, self.form)
 
@@ -347,11 +352,12 @@ class QuantizedEmbedding(nn.Layer):
 def with_quantized_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """Return the ``stages`` of a model whose linears and word embedding are stored as ``Compress.Weights``
-    configures; unchanged if ``cfg`` is None. Adapters attach to the new layers."""
+    """Return the ``stages`` of a model with linears and word embedding quantized as ``Compress.Weights``
+    (``cfg``) configures. If ``cfg`` is None, they are unchanged."""
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)
+    # Adapters attach in a later ``finish``, hence to the new layers.
     return [stage.extended(put) for stage in stages]
 
 

@@ -103,7 +103,8 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Move heads before positions in ``rows``, as in ``x``, and convert them to the dtype of ``x``."""
+        """Convert ``rows``, in which positions come before heads, to the layout
+        ``[b, groups, heads, s, size]`` and the dtype of ``x``."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
@@ -161,8 +162,9 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers. With LongRoPE, which
-    has other frequencies beyond L positions, they are ``[L + max_positions, head_dim / 2]``."""
+    """Return tables of cos and sin, ``[rows, head_dim / 2]``, which all layers share. They have one row per
+    position. With LongRoPE, ``switch_length`` rows for short sequences come first, then ``max_positions``
+    rows for long sequences."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     switch_length = None if scaling is None else scaling.switch_length(max_positions)

@@ -63,9 +63,9 @@ class Stage:
             tensors (in the last stage, to one tensor).
         kwargs: arguments of the class.
         tie: the sub-layer that is shared with other stages.
-        wraps: whether the layer only wraps a sub-layer with the stage's name. Stage ``head`` then names its
-            parameters ``head.weight``, not ``head.head.weight``.
-        finish: may modify the new layer before its parameters get names and values.
+        wraps: whether the layer contains only one sub-layer, with the name of the stage. The name then occurs
+            once in names of parameters: ``head.weight``, not ``head.head.weight``.
+        finish: function that may modify the new layer before its parameters get names and values.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the recipe that calls ``extend`` with the new layer, then ``finish``."""
+        """Return a copy of the stage that calls ``extend`` on the new layer before its own ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -93,7 +93,7 @@ class LayerFactory(Protocol):
         attention: the context-parallel strategy of attention.
         group: process group of the ranks that divide the columns of logits; None: this rank has all columns.
         sequence_parallel: whether tensor-parallel ranks hold different positions of the hidden states.
-        keeps_weights: whether weights keep their values and memory after their first use.
+        keeps_weights: whether weights stay in memory with the same values after their first use.
         experts: sends hidden states to the ranks of their experts, and back.
         hidden_same_on: axes whose ranks hold the same hidden states of a micro batch.
     """
@@ -108,10 +108,11 @@ class LayerFactory(Protocol):
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
-        """Return how many of ``count`` equal parts are on this rank. Messages name the parts by ``what``."""
+        """Return how many of ``count`` equal parts are on this rank. ``what`` names the parts in errors."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
-        """Declare a parameter that a layer created itself, with the shape of this rank's slice."""
+        """Attach the declaration ``spec`` to a parameter that a layer created itself. The parameter has the
+        shape of this rank's slice."""
 
     def linear(self, spec: LinearSpec) -> nn.Layer:
         """Make a linear layer; see :class:`LinearSpec` for its slicing."""
@@ -156,8 +157,8 @@ class LayerFactory(Protocol):
         """Select this rank's context-parallel positions (sep) from ``ids [b, s]`` of whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the float32 sum of ``values`` over the ranks that divide the positions of sequences. A loss
-        computed from the result is the same along ``mp`` and ``sep``."""
+        """Return the float32 sum of ``values`` over the ranks that hold different positions of the same
+        sequences. All of these ranks must compute the same loss from the sum."""
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""

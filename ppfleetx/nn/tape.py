@@ -69,7 +69,7 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor whose memory holds the tape's result, which may be a view of it."""
+        """Name of the tensor that owns the memory of the tape's result, which may be a view."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
@@ -88,7 +88,7 @@ class Tape:
         """Return the peak memory of the forward pass in bytes, not counting the inputs.
 
         Args:
-            values: bytes of fetched parameters (sharding stage 3), added in steps that use parameters.
+            values: bytes of fetched parameters (sharding stage 3), counted in the steps that use parameters.
         """
         with_values, without = self._forward_peaks
         return max(with_values + values, without)
@@ -124,7 +124,7 @@ class Tape:
 
         Args:
             first: whether this is the first micro batch, for which parameter gradients are allocated.
-            values: as in :meth:`forward_peak`.
+            values: bytes of fetched parameters (sharding stage 3), counted in the steps that use parameters.
         """
         with_values, without = self._backward_peaks[not first]
         return max(with_values + values, without)

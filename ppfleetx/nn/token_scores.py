@@ -60,8 +60,8 @@ def token_scores(
 def _score_rows(
     rows: paddle.Tensor, wanted: paddle.Tensor, true_vocab: int, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the log probability (float64) of the ``wanted`` tokens ``[n]`` under the logits ``rows [n, V]``,
-    and whether each token is the most likely."""
+    """Return two results for each row of the logits ``rows [n, V]``: the log probability (float64) of its
+    token in ``wanted [n]``, and whether this token is the most likely one."""
     width = rows.shape[-1]
     first = 0 if group is None else group.rank * width
     rows, num_true = rows.astype("float32"), max(0, true_vocab - first)

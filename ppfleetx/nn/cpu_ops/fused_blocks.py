@@ -70,7 +70,8 @@ class BlockWeights:
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
-        """Write the sizes and the number of blocks, before the first :meth:`add_linear`."""
+        """Write the sizes and the number of blocks into ``layout``. This must be called before
+        :meth:`add_linear`."""
         self.layout += [
             sizes.groups,
             sizes.per_group,
@@ -90,8 +91,13 @@ class BlockWeights:
         columns: int,
         bias: paddle.Tensor | None,
     ) -> None:
-        """Append a weight of format ``kind`` (:data:`FORMATS`) with ``columns`` output features. Each block
-        has four, in this order: ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
+        """Append a weight to ``tensors``, and its description to ``layout``. Each block has four weights,
+        which must be added in this order: ``qkv``, ``out_proj``, ``fc1``, ``fc2``.
+
+        Args:
+            kind: format of the weight, one of :data:`FORMATS`.
+            columns: number of output features.
+        """
         self.layout.append(FORMATS.index(kind))
         self._point_to(values)
         self._point_to(scales)
@@ -99,8 +105,9 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """Append a norm: LayerNorm if it has a bias, else RMSNorm; none if ``weight`` is None. Each block has
-        six, after its linears: before and after attention, before and after the MLP, of queries, of keys."""
+        """Append a norm: LayerNorm if ``bias`` is given, else RMSNorm. If ``weight`` is None, there is no
+        norm at this point. Each block has six norms, which must be added after its weights in this order:
+        before attention, after attention, before the MLP, after the MLP, of queries, of keys."""
         self._point_to(weight)
         self._point_to(bias)
 
