@@ -158,8 +158,8 @@ class NonFinitePlace:
     Attributes:
         in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
         index: number of the layer in the model.
-        parameter: for a gradient, the name of its parameter; for an output, the name of a parameter of the
-            layer that is not finite, or "" if there is none.
+        parameter: for a gradient, the name of its parameter; for an output, the name of a non-finite
+            parameter of the layer, or "" if all are finite.
         micro_batch: number of the micro batch in the step, from 0; None if unknown.
     """
 
@@ -229,8 +229,8 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """Search the gradient of ``parameter`` for non-finite numbers. If the backward kernel has added the
-        gradient to ``parameter.main_grad``, ``grad`` is None, and ``main_grad`` is searched."""
+        """Search the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is
+        in ``parameter.main_grad``."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1

@@ -102,11 +102,11 @@ class Packed:
 
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` into one flat tensor, and return it. They then share memory with their parts of it. A
-    single tensor is returned as it is.
+    """Move ``tensors`` into one flat tensor, and return it. Afterwards, each of them is a view of its part of
+    the flat tensor. A single tensor is returned as it is.
 
     The tensors must have the same element type and must not share memory with other tensors. During the move,
-    they need twice the memory.
+    both the old and the new memory are in use.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -143,14 +143,14 @@ def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
 
 def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
     """Differentiable all-to-all over ``group``: split the tensor along ``split_dim``, and concatenate the
-    received parts along ``concat_dim``. With n ranks, the sizes (n k, m) along these dimensions become (k, n
-    m)."""
+    received parts along ``concat_dim``. With n ranks, ``split_dim`` becomes n times smaller, and
+    ``concat_dim`` n times larger."""
     return _Exchange.apply(tensor, group, split_dim, concat_dim)
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``. Its gradient is the gradient of the sum, which is right if all ranks
-    compute the same loss from the sum."""
+    """Sum ``tensor`` over ``group``. The backward pass returns the gradient of the sum unchanged. This is
+    right if all ranks compute the same loss from the sum."""
     return _SumOfRanks.apply(tensor, group)
 
 

@@ -81,8 +81,8 @@ class ParallelContext:
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
         """Return the process group of the ranks that differ from this one only along ``axes``; None if this
-        rank is the only one. Groups over several axes, other than dp and sep, and groups of expert
-        parallelism must have been created by :meth:`with_groups`."""
+        rank is the only one. A group over several axes (other than dp and sep) or of expert parallelism must
+        have been created by :meth:`with_groups`."""
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
             return None
@@ -106,8 +106,8 @@ class ParallelContext:
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
         """Return a copy of this context with process groups for an all-to-all along ``axis`` in two levels:
-        between nodes, then within nodes of ``per_node`` ranks. All ranks must call this. Returns this context
-        itself if the axis has no such levels."""
+        between nodes, then within nodes of ``per_node`` ranks. All ranks must call this. If the ranks of the
+        axis do not divide into two such levels, this context itself is returned."""
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
             return self

@@ -47,7 +47,8 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return the integers of every rank, int64 ``[rank, index]``. All ranks must pass equally many."""
+    """Return the integers of all ranks, int64 ``[rank, index]``. Every rank must pass the same number of
+    integers."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 

@@ -50,13 +50,14 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager: on a plugin's device, exported programs wait for each operator before they start the
-    next. Otherwise Paddle (3.3.1) reads loop conditions and frees copied memory too early there."""
+    """Context manager in which exported programs on a plugin's device wait for each operator before they
+    start the next."""
     import paddle
 
     if kind_of(device) in (CPU, GPU, XPU):
         yield
         return
+    # Otherwise Paddle (3.3.1) reads loop conditions and frees copied memory too early on such a device.
     before = paddle.get_flags("FLAGS_benchmark")
     paddle.set_flags({"FLAGS_benchmark": True})
     try:
@@ -287,8 +288,8 @@ def recorded_event() -> Any:
 
 
 def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Queue a copy of ``array`` to this process's card without waiting for it. Returns the copy and its
-    source in host memory, which must be kept alive until the copy is done."""
+    """Start copying ``array`` to this process's card, without waiting. Returns the new tensor, and its source
+    in host memory. The source must be kept alive until the copy is complete."""
     import paddle
 
     # Paddle has pinned memory only for GPUs.

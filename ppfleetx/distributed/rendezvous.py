@@ -61,7 +61,7 @@ def meeting_point() -> Address:
 
 
 class Line:
-    """A TCP connection with one message of JSON per line. One thread may receive while others send."""
+    """A TCP connection that carries JSON messages, one per line. One thread may receive while others send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._read = connection, bytearray()
@@ -146,7 +146,7 @@ class Members:
 
 
 class _Wait:
-    """The time limit of one wait. If the wait becomes long, what is waited for is logged once."""
+    """The time limit of one wait. A long wait is logged once."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
@@ -159,8 +159,7 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return for how many seconds the caller may sleep: until the log message is due or, if it has been
-        logged already, until the time limit."""
+        """Return for how many seconds the caller may sleep before it must call :meth:`is_over` again."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -170,8 +169,9 @@ class _Wait:
 
 # Not Paddle's TCPStore, which waits in C++ for missing ranks and cannot name them.
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Run the listening side of the rendezvous: listen at ``point``, and wait at most ``seconds`` for the
-    other processes. ``size`` is the number of all processes, and ``own`` describes this one.
+    """Run the listening side of the rendezvous: listen on the port of the address ``point``, and wait at most
+    ``seconds`` for the other processes. ``size`` is the number of all processes, and ``own`` describes this
+    one.
 
     Raises:
         RendezvousError: the port cannot be opened, or a process does not connect in time, or ends before all
@@ -246,8 +246,8 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read what has arrived on a connection. Returns False if it belongs to no process of the job. Raises
-        RendezvousError if a process of the job that had connected has ended."""
+        """Read what has arrived on a connection. Returns False if the connection must be dropped because it
+        is not from a process of the job. Raises RendezvousError if a process that had connected has ended."""
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -305,8 +305,9 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Run the connecting side of the rendezvous: connect to the first process at ``point``, and wait at most
-    ``seconds`` for the others. ``size`` is the number of all processes, and ``own`` describes this one.
+    """Run the connecting side of the rendezvous: connect to the first process at the address ``point``, and
+    wait at most ``seconds`` for the others. ``size`` is the number of all processes, and ``own`` describes
+    this one.
 
     Raises:
         RendezvousError: no valid answer comes, or the first process reports an error.

@@ -41,8 +41,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Report to the watchdog that the host begins a micro batch. The card begins it later; :func:`read`
-    reports that if it is waiting for the card then."""
+    """Record progress: the host begins a micro batch. If :func:`read` is waiting when the card begins that
+    micro batch, it records progress again."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -66,7 +66,8 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
     """Start copying a tensor to the host. Returns a function, for any thread, that waits for the copy and
-    returns it as an array; bfloat16 becomes uint16 bits. The program may change the tensor at once."""
+    returns it as an array; bfloat16 becomes uint16 bits. The tensor may be overwritten at once, without
+    waiting for the copy."""
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
@@ -96,7 +97,7 @@ def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
     """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
-    ``flat``. ``begins`` has the byte offset of each."""
+    ``flat``. The list ``begins`` has the byte offset of each."""
     # A view of a slice would be wrong: Paddle (3.3.1) takes the slice's offset in bytes for one in elements.
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}

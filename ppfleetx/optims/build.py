@@ -32,7 +32,7 @@ def build_optimizer(
         width_multiplier: model width divided by ``Model.mup_base_width``, the width of the base model.
 
     Raises:
-        ConfigError: the optimizer is not registered, or keeps another number of states than registered.
+        ConfigError: the optimizer is not registered, or was registered with a wrong number of states.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)

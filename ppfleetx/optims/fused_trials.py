@@ -37,8 +37,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _fresh_states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Return AdamW's tensors for each starting value: (parameter, two moments, two powers of the betas). The
-    powers are in host memory, as in Paddle's optimizers."""
+    """Return new tensors for AdamW for each parameter value in ``start``: (parameter, first moment, second
+    moment, power of beta1, power of beta2). The powers are in host memory, as in Paddle's optimizers."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

@@ -82,9 +82,10 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight, of shape ``[..., in, runs, width]``. With ``head_dim``,
-        each head is orthogonalized as a matrix of its own."""
-        # The columns of the part form `runs` groups of `width` adjacent columns of the weight.
+        """Orthogonalize one matrix of a fused weight or, with ``head_dim``, each head of the matrix
+        separately."""
+        # piece: [..., in, runs, width]. The matrix's columns form `runs` groups of `width` adjacent columns
+        # of the weight.
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape

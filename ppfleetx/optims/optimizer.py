@@ -55,9 +55,10 @@ class Optimizer:
     Args:
         groups: each parameter belongs to the first group that accepts it.
         named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
-        decays: whether weight decay applies to a parameter, by canonical name.
+        decays: returns whether weight decay applies to the parameter with this canonical name.
         weight_decay: weight decay to use until :meth:`step` is called with another value.
-        rate_factor: factor of a parameter's learning rate, by canonical name, besides that of its group.
+        rate_factor: returns a factor for the learning rate of the parameter with this canonical name. The
+            factor of the parameter's group applies in addition.
     """
 
     def __init__(

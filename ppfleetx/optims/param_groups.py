@@ -25,7 +25,8 @@ def takes_all(spec: ParamSpec) -> bool:
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether a parameter is a matrix of a block. Embeddings, heads, routers and adapters are not."""
+    """Return whether a parameter is a weight matrix inside a transformer block, but not of a router or an
+    adapter."""
     return is_hidden(spec.name, spec.kind)
 
 

@@ -42,8 +42,8 @@ class ParamView:
         spec: the parameter's declaration; None if the optimizer is used without a model.
         value: the parameter, or its float32 master weight.
         gradient: the gradient, summed over all ranks and clipped. The rule may overwrite it.
-        rounded: the 16-bit parameter whose master weight is ``value``; None if it is not in the same memory,
-            or if there is no master weight.
+        rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight, or under
+            ``UpdatePlace.on_host``.
     """
 
     name: str
@@ -79,7 +79,8 @@ class Rule(ABC):
         """Update values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
 
         Args:
-            group: parameters with gradients. Others of the group may come in further calls of the same step.
+            group: parameters with gradients. A step may call this several times, for different parameters of
+                one group.
             weight_decay: weight decay of this step; 0 for biases and norm gains.
         """
 

@@ -1,8 +1,9 @@
 """Learning-rate and weight-decay schedules as pure functions of the optimizer step, which counts from 1. The
 formulas are those of Megatron's parameter scheduler, in steps instead of samples.
 
-After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step n, until the
-decay ends. A function registered with ``ScheduleTraits(decays=False)`` gives it for all further steps.
+After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step n. After step
+``decay_steps``, the rate is ``min_lr``, unless the function is registered with
+``ScheduleTraits(decays=False)``.
 """
 
 from __future__ import annotations
@@ -206,14 +207,13 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
 
 
 def cosine(n: int, schedule: Schedule) -> float:
-    """Decay along half a cosine from `max_lr` at the end of the warm-up to `min_lr` at step D, the decay
-    length."""
+    """Decay by half a cosine from `max_lr` at the end of the warm-up to `min_lr` at step `decay_steps`."""
     left = 0.5 * (1.0 + math.cos(math.pi * _decay_progress(n, schedule)))
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * left
 
 
 def linear(n: int, schedule: Schedule) -> float:
-    """Decay linearly from `max_lr` at the end of the warm-up to `min_lr` at step D, the decay length."""
+    """Decay linearly from `max_lr` at the end of the warm-up to `min_lr` at step `decay_steps`."""
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * (1.0 - _decay_progress(n, schedule))
 
 
@@ -230,8 +230,8 @@ def inverse_square_root(n: int, schedule: Schedule) -> float:
 
 
 def wsd(n: int, schedule: Schedule) -> float:
-    """Warm-up, stable, decay: stay at `max_lr` until step D - `wsd_decay_steps`, then decay to `min_lr` at
-    step D, the decay length."""
+    """Warm-up, stable, decay: stay at `max_lr` until step `decay_steps - wsd_decay_steps`, then decay to
+    `min_lr` at step `decay_steps`."""
     assert schedule.wsd_decay_steps is not None
     annealing_start = schedule.decay_steps - schedule.wsd_decay_steps
     if n <= annealing_start:

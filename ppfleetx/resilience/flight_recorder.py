@@ -26,7 +26,7 @@ class Call:
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
         begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until then.
         task: the task that the call returned.
-        asks: whether the call only polls other ranks, which is not progress.
+        asks: whether the call only polls other ranks. Such a call does not count as progress.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class CallRecord:
     @contextlib.contextmanager
     def asking(self, *, only: bool = False) -> Iterator[None]:
         """Context manager for collectives that only poll other ranks, which the watchdog does not count as
-        progress. ``only`` says that the program does nothing else inside the block."""
+        progress. ``only`` says whether the program does nothing else inside the block."""
         before = self._asks, self._only_asks
         self._asks, self._only_asks = True, only
         try:
@@ -110,7 +110,7 @@ class CallRecord:
             self._asks, self._only_asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """Record that the call whose task is ``task`` failed with ``error`` while the program waited."""
+        """Record that the call with this ``task`` failed with ``error`` while the program waited for it."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self.failure = call, error

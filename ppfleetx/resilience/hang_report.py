@@ -60,8 +60,8 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other ranks count this call. For a send or a
-        receive, the caller must append this rank's number."""
+        """The key in :attr:`Report.counts` under which other ranks count the same collective, or their side
+        of the same message. For a message, the caller must append this rank's number."""
         if self.peer < 0:
             return str(self.group_id)
         # The other rank counts a send of this rank as a receive, and the reverse.
@@ -84,8 +84,8 @@ class Report:
         place, place_seconds: what the program was doing, such as "reading data", and for how long.
         quiet_seconds: seconds since this rank last made progress.
         timeout: seconds without progress after which a rank counts as hung.
-        works: whether the rank reads or writes files, or computes soon after its last progress.
-        computes: whether the rank computes, however long after its last progress.
+        works: whether the rank's CPU or file activity counts as progress.
+        computes: whether the rank uses the CPU, even if this has lasted too long to count as progress.
         where: file, line and function in which the main thread is, or the helper thread for which it waits.
         importing: the name of the module that is being imported, or None.
         waits_for: the call in which the main thread waits, or which failed.

@@ -14,7 +14,7 @@ class Progress:
         place: the activity, such as "reading data".
         step: optimizer step; None before the first.
         since: time of the last progress (``time.monotonic``).
-        is_under_way: whether the start is over, for which the watchdog has another time limit.
+        is_under_way: whether the start is over. The watchdog has a separate time limit for the start.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """Record progress: the program begins the activity ``place`` in optimizer step ``step``. None means
-        that the step is still the one recorded before."""
+        """Record progress: the program begins an activity, described by ``place``. ``step`` is the optimizer
+        step; None keeps the step recorded before."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step

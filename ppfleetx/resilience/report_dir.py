@@ -91,7 +91,7 @@ class ReportDir:
         self._do_in_thread(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do_in_thread(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
-        """Run ``act`` in the thread that accesses the directory, and return its result; None if it fails or
+        """Call ``act`` in the thread that accesses the directory, and return its result; None if it fails or
         takes too long. With ``creates``, the directory is created first if it does not exist."""
         if self._is_dead:
             return None

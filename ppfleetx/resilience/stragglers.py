@@ -52,7 +52,7 @@ class Stragglers:
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
-        cost: about the fraction of ``step_seconds`` that the job would save if no rank were slow.
+        cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow.
         slowest: the slow ranks, longest own time first.
     """
 

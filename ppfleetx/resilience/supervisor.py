@@ -141,8 +141,8 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Context manager in which SIGTERM and SIGINT set ``stop`` and are forwarded to the process groups of the
-    processes in a list. It yields the list, which the caller must fill."""
+    """Context manager that yields an empty list, to which the caller adds child processes. Inside, SIGTERM
+    and SIGINT set ``stop`` and are forwarded to the process groups of these children."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

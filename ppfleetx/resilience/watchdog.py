@@ -47,8 +47,8 @@ class Limits:
         timeout: seconds without progress after which a rank counts as hung; 0: no watchdog.
         start_timeout: the timeout until the first step is done.
         ends: whether to end the process after a hang, or only to report it.
-        counts_work: whether CPU and file activity counts as progress even while the program may be waiting
-            for its device; False for a run on a card.
+        counts_work: whether CPU and file activity always counts as progress. If False, it does not count
+            while the program may be waiting for its device.
     """
 
     timeout: float = 600.0
@@ -65,7 +65,7 @@ def own_process() -> tuple[str, int, float]:
 
 class Watchdog:
     """A thread that watches whether this process makes progress, and reports and explains a hang. If
-    ``limits.ends``, it then calls ``end``, which ends the process."""
+    ``limits.ends`` is True, it then calls the function ``end``, which ends the process."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Watchdog:
 
     @property
     def _longest_computing(self) -> float:
-        """The number of seconds for which computing alone counts as progress."""
+        """How long CPU use counts as progress without any other progress, in seconds."""
         limits = self._limits
         # There is no limit at the start, which may take long, nor for a single process, for which nobody
         # waits.
@@ -235,7 +235,8 @@ class Watchdog:
         return replace(report, peers=states, killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
-        """Write a hang report for a rank that an error ends. Does nothing if the job has only one rank.
+        """Write a hang report for a rank that ends because of an error. Does nothing if the job has only one
+        rank.
 
         Args:
             lost: whether the error only says that another rank has ended.

@@ -64,16 +64,15 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Make the changes that this module describes, if this process is Paddle's launcher. A second call has no
-    effect."""
+    """Apply the changes of this module if this process is Paddle's launcher. A second call has no effect."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Make the changes that this module describes, in this process. It must be Paddle's launcher; ``options``
-    are the launcher's arguments. A second call has no effect."""
+    """Apply the changes of this module to this process, which must be Paddle's launcher. ``options`` are the
+    launcher's arguments. A second call has no effect."""
     # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
         return
@@ -333,7 +332,7 @@ class _Meeting:
         """Return what the nodes have announced about themselves to the first node's launcher.
 
         Raises:
-            OSError: nothing answers at its address.
+            OSError: nothing answers at the address of that launcher.
             ValueError, http.client.HTTPException: what answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:

@@ -91,8 +91,8 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Translate an error that Paddle raised at its import into one that tells the user what to do. Returns
-    None unless a plugin does not load or a card does not exist."""
+    """Translate an error that Paddle raised at its import into one that tells the user what to do. This
+    covers plugins that do not load and cards that do not exist. For any other error, return None."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -118,15 +118,15 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return whether the installed Paddle supports a kind of device, or whether this cannot be known."""
+    """Return False only if the installed Paddle is known not to support a kind of device."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     # The user's own directory of plugins may have any kind, and so may a Paddle that is not installed yet.
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` for a recipe written for cards of ``kind``: ``kind``, or ``auto``
-    if the installed Paddle does not support it. The second string says why it is ``auto``."""
+    """Return the value of ``Global.device`` for a recipe written for cards of ``kind``, and a reason:
+    (``kind``, "") or, if the installed Paddle does not support ``kind``, (``auto``, why)."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -127,8 +127,8 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
-    """Context manager that holds a lock file at ``path``, which one process at a time can hold. Raises
-    ``refusal`` if another process still holds it after ``seconds``. The empty file remains."""
+    """Context manager that holds a lock file at ``path``, which one process at a time can hold. Raises the
+    exception ``refusal`` if another process still holds it after ``seconds``. The empty file remains."""
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:

@@ -32,7 +32,7 @@ class Kernel:
     """One kernel of Paddle in the table ``gpu_operators.json``.
 
     Attributes:
-        used: element types with which ppfleetx uses it, usually of the first operand.
+        used: element types with which ppfleetx calls the kernel. They are mostly those of the first operand.
         gpu: types that Paddle registers for a GPU.
         npu: types that are available on Ascend cards.
     """
@@ -71,8 +71,8 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each configuration key because of which a run on an Ascend card does some
-    operations on the host. ``docs/devices/ascend.md`` has the full list."""
+    """Return a sentence for each configuration key that makes a run on an Ascend card do some operations on
+    the host. ``docs/devices/ascend.md`` has the full list of these operations."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -1,5 +1,5 @@
-"""Read files that a user or another program has written. For a file that is wrong, the functions raise a
-CheckpointError, or an exception of the class ``error``, that names the file."""
+"""Read files that a user or another program has written. The functions raise an error that names the file if
+it cannot be used: a CheckpointError, or an exception of the class given as ``error``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KINDS = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISCHR: "a
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Context manager that opens a file to read bytes. Raises ``error`` if it does not exist, is not a
-    regular file, or cannot be read."""
+    """Context manager that opens a file to read bytes. Raises an exception of the class ``error`` if it does
+    not exist, is not a regular file, or cannot be read."""
     file_status(path, error)
     try:
         with Path(path).open("rb") as file:
@@ -40,8 +40,8 @@ def first_bytes(path: str | Path) -> bytes:
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Return what ``os.stat`` says about a regular file. Raises ``error`` if it does not exist, or is a
-    directory, a device or a pipe, from which reading could block forever."""
+    """Return what ``os.stat`` says about a regular file. Raises an exception of the class ``error`` if it
+    does not exist, or is a directory, a device or a pipe, from which reading could block forever."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError) as reason:
@@ -54,7 +54,8 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Context manager or decorator that turns an OSError into an ``error`` with the name of the file."""
+    """Context manager or decorator that turns an OSError into an exception of the class ``error`` that names
+    the file."""
     try:
         yield
     except OSError as reason:
@@ -62,7 +63,8 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
 
 
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
-    """Return the bytes of a file. Raises ``error`` if it cannot be read, or is longer than ``max_bytes``."""
+    """Return the bytes of a file. Raises an exception of the class ``error`` if it cannot be read, or is
+    longer than ``max_bytes``."""
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -73,15 +75,16 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = Chec
 def read_json(
     path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, error: type[UserError] = CheckpointError
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object, and return it as a dictionary. Raises ``error`` if the file
-    cannot be read, is longer than ``max_bytes``, or is not accepted by :func:`parse_json`."""
+    """Read a JSON file that contains an object, and return it as a dictionary. Raises an exception of the
+    class ``error`` if the file cannot be read, is longer than ``max_bytes``, or is not accepted by
+    :func:`parse_json`."""
     return parse_json(read_bounded(path, max_bytes, error), str(path), error)
 
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
     """Parse JSON text that contains an object, and return it as a dictionary. ``place`` says where the text
-    comes from. Raises ``error`` if it is not valid JSON, has NaN or an infinity, is no object, or has a key
-    twice."""
+    comes from. Raises an exception of the class ``error`` if it is not valid JSON, has NaN or an infinity, is
+    not an object, or has a key twice."""
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)

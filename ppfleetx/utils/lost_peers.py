@@ -80,8 +80,9 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """Record that another process of the job is gone. If :func:`end_with_peers` was called, this process ends
-    after the time set there: it prints ``sentence`` and calls ``say_goodbye`` first."""
+    """End this process after the ``grace`` seconds of :func:`end_with_peers`, because another process of the
+    job is gone. At the end, ``sentence`` is printed and ``say_goodbye`` called. Does nothing if
+    :func:`end_with_peers` was not called."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))

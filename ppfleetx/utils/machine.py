@@ -164,8 +164,8 @@ def _queued_seconds() -> float:
 
 
 class WorkMeter:
-    """Measures whether this process computes, and whether it reads or writes files. ``watching`` returns the
-    CPU seconds that do not count, such as those of the thread that measures."""
+    """Measures whether this process computes, and whether it reads or writes files. The function ``watching``
+    returns CPU seconds to leave out, such as those of the thread that measures."""
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
         self._watching = watching
@@ -177,9 +177,9 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Return two flags about the time since the last call: whether the process used, or waited for, at
-        least the fraction ``share`` of a core, and whether it read or wrote at least ``size`` bytes per
-        second."""
+        """Return two flags for the time since the last call. The first says whether the process kept at least
+        the fraction ``share`` of a core busy; waiting for a free core counts too. The second says whether it
+        read and wrote at least ``size`` bytes per second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

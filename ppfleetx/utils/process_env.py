@@ -63,11 +63,11 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Make the settings of this module in this process, and return a line for the log that lists them. Call
+    """Apply the settings of this module to this process, and return a line for the log that lists them. Call
     this before importing Paddle.
 
-    With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set. A
-    rank also ends from now on when its launcher ends.
+    With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set. If
+    the process is a rank, it ends from now on when its launcher ends.
     """
     global _said
     end_with_launcher()
@@ -236,7 +236,7 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Remove the log handler that Paddle's import added to Python's root logger. It writes to ``stream``."""
+    """Remove the handler for ``stream`` that Paddle's import has added to Python's root logger."""
     # Nobody reads `stream` after the import. Without the handler, messages of other libraries go to stderr.
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

@@ -72,8 +72,8 @@ class TensorMemory:
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Return a flat array, with the tensor's contents, into which a collective writes its result. Call
-        :meth:`finish` when the result is in it."""
+        """Return a flat array into which a collective writes its result for ``tensor``. At first, it has the
+        tensor's contents. Call :meth:`finish` when the result is complete."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))
@@ -98,8 +98,8 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce the arrays ``parts`` elementwise into ``out``, in their order. ``out`` may be one of them.
-    16-bit floats are accumulated in float32.
+    """Reduce the arrays in the list ``parts`` elementwise into ``out``, in the order of the list. ``out`` may
+    be one of them. 16-bit floats are accumulated in float32.
 
     Args:
         op: SUM, MAX, MIN or PRODUCT of this module.

@@ -24,8 +24,8 @@ _groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
-    """Make Paddle create this module's process groups in place of its own. Call it before ``fleet.init``.
-    With a CUDA build of Paddle, it replaces nothing and returns False."""
+    """Make Paddle create the process groups of this module instead of Paddle's own. Call it before
+    ``fleet.init``. With a CUDA build of Paddle, this replaces nothing and returns False."""
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # the launcher's default without GPUs

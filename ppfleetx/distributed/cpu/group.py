@@ -109,8 +109,8 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather the ``tensor`` of every member into ``out``, in rank order. If ``sync_op`` is not passed,
-        the first argument is the input and the second the output."""
+        """Gather the ``tensor`` of every member into ``out``, in rank order. If ``sync_op`` is omitted, the
+        first argument is the input and the second is the output, as in Paddle's older interface."""
         # Paddle's older interface
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
@@ -128,8 +128,8 @@ class CpuProcessGroup:
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Gather the parts of all members into ``out``. This member's part is the part ``id`` of ``num``
-        equal parts of ``tensor``. ``num`` must be the size of the group, and ``id`` this member's number."""
+        """Gather part i of the ``tensor`` of each member i into ``out``. ``tensor`` has ``num`` equal parts.
+        ``num`` must be the size of the group, and ``id`` this member's number."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -167,8 +167,8 @@ class CpuProcessGroup:
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
     ) -> Callable[[int, Signature], Steps]:
-        """Make the function that runs a collective in which member ``root`` sends ``outgoing[m]`` to each
-        other member m, which receives it into ``incoming[root]``."""
+        """Return the function that runs this member's part of a collective in which only ``root`` sends:
+        ``outgoing[m]`` to each other member m. The receivers read it into ``incoming[root]``."""
         if self._rank == root:
             return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
@@ -196,9 +196,9 @@ class CpuProcessGroup:
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Send ``tensors[i]`` of member ``src`` to each member i, into ``out``. A single tensor is cut into
-        equal parts. If ``sync_op`` is not passed, the first argument is the input and the second the
-        output."""
+        """Send ``tensors[i]`` from member ``src`` to member i, which receives it in ``out``. A single tensor
+        is cut into equal parts. If ``sync_op`` is omitted, the first argument is the input and the second is
+        the output, as in Paddle's older interface."""
         # Paddle's older interface
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
@@ -331,7 +331,7 @@ class CpuProcessGroup:
     def send_partial(
         self, tensor: paddle.Tensor, dst: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
-        """Cut ``tensor`` into ``num`` equal parts and send only the part ``id`` to member ``dst``."""
+        """Cut ``tensor`` into ``num`` equal parts, and send only part number ``id`` to member ``dst``."""
         memory = TensorMemory()
         array = np.split(memory.read(tensor), num)[id]
         self._count("send", array.nbytes, array.nbytes)
@@ -341,7 +341,7 @@ class CpuProcessGroup:
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
-        """Receive only the part ``id`` of ``tensor``, cut into ``num`` equal parts, from member ``src``."""
+        """Receive part number ``id`` of ``tensor``, cut into ``num`` equal parts, from member ``src``."""
         memory = TensorMemory()
         array = np.split(memory.write(tensor), num)[id]
         code = DTYPE_CODES[tensor.dtype]
@@ -437,8 +437,8 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """Send ``pieces[m]`` to each member m, and reduce this member's piece over all of them into
-        ``out``."""
+        """The steps of a reduce-scatter: send ``pieces[m]`` to each member m, and reduce what all members
+        have for this member into ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)

@@ -13,8 +13,8 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Receive:
-    """A message that an operation expects, and the memory ``view`` to read it into. A message that arrives
-    early, or is not the expected one, is kept in ``spare``."""
+    """A message that an operation expects. It is read into the memory ``view``, or into ``spare`` if it
+    arrives early or is not the expected one."""
 
     __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 
@@ -73,8 +73,8 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Take an arriving message of ``length`` bytes: call ``read`` with the memory of the operation that
-        expects it or, if there is none yet, with a buffer."""
+        """Take an arriving message of ``length`` bytes. ``read`` is called with the memory into which to read
+        it: that of the operation that already expects the message, or else a buffer."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)

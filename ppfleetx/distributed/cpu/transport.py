@@ -46,7 +46,7 @@ class Mesh:
 
     Attributes:
         blocked_on: the operation for which the program waits now, or None.
-        state: the lock of all data that the threads share.
+        state: the lock that protects all data shared between threads.
     """
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
@@ -267,7 +267,7 @@ class Mesh:
 
     def _can_continue(self, operation: Operation) -> bool:
         """Return whether the thread that waits for ``operation`` can continue this operation or another one.
-        The caller must hold ``state``."""
+        The caller must hold the lock ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -282,7 +282,7 @@ class Mesh:
 
 class EndedRanks:
     """The other ranks that have ended, each with the reason, and which of them failed first. Use it only
-    while holding ``Mesh.state``."""
+    while holding the lock ``Mesh.state``."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names
@@ -297,7 +297,7 @@ class EndedRanks:
         return self._cause is not None
 
     def add(self, rank: int, reason: str, *, failed: bool) -> bool:
-        """Record that ``rank`` has ended: by a failure if ``failed``, or else as planned. Returns whether
+        """Record that the rank number ``rank`` has ended. ``failed`` says whether it failed. Returns whether
         this is the first failure in the job that this rank learns of."""
         if rank in self._reasons:
             return False

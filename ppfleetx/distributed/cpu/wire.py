@@ -82,7 +82,7 @@ def make_header(
 
 class Peer:
     """The connection to another rank. ``name`` is the rank and its address, for error messages. ``watch`` is
-    a second, idle connection to a rank on another host, or None."""
+    a second, idle connection if that rank is on another host; otherwise None."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
