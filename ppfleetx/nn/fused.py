@@ -216,7 +216,8 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used with this type on this device; None: only a trial can tell."""
+    """Return why an operator cannot be used with this type on this device. None if no reason is known; a
+    trial then shows whether it works."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"

@@ -160,7 +160,7 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter`` that receives the gradient."""
+        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter``. The gradient goes to ``leaf``."""
         if bfloat16.are_entered():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None

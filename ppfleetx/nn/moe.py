@@ -258,11 +258,12 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values [n, k]``, sorted by position, to ``[choices, 1]``, sorted by expert."""
+        """Sort ``values [n, k]``, one for each of a position's k experts, by expert. Returns a column of those
+        whose choice was kept."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values [choices, 1]``, sorted by expert, to ``[n, k]``, sorted by position."""
+        """Reverse :meth:`of_choices`: sort a column by position, to ``[n, k]``."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property

@@ -96,7 +96,7 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Arrange weights and scales for our CPU operators. In exports, constant weights stay constants."""
+        """Return the weights and scales in the layout that our CPU operators read."""
         if self.form.bits == 4:
             values = cpu_ops.int4_panels(self.weight)
         else:
