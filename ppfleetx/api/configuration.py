@@ -21,8 +21,9 @@ _PLACE = "argument config"
 
 
 def settings_of(overrides: Overrides | None) -> list[Override]:
-    """Convert overrides to a list for :func:`~ppfleetx.config.loader.load_config`. They are a mapping of
-    dotted keys or of sections, or a list of ``key=value``. Raises ConfigError for any other form."""
+    """Convert overrides to a list for :func:`~ppfleetx.config.loader.load_config`. Accepts a mapping of
+    dotted keys, a mapping of nested sections, a string ``key=value``, or a list of such strings. Raises
+    ConfigError for any other form."""
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
     texts = [overrides] if isinstance(overrides, str) else list(overrides or ())

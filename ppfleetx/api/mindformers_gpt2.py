@@ -29,7 +29,7 @@ _TENSORS = (None, "np", "pd", "ms")
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of a loaded network under MindFormers' names. ``seq_length`` is the longest sequence's length."""
+    """Sizes of a loaded network under MindFormers' names. ``seq_length`` is the maximum sequence length."""
 
     seq_length: int
     vocab_size: int

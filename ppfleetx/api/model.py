@@ -207,7 +207,7 @@ class GPT:
         return self
 
     def eval(self) -> Self:
-        """Switch dropout off, which is the default in a loaded model."""
+        """Switch dropout off. It is off already in a loaded model."""
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:

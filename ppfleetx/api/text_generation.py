@@ -59,8 +59,9 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Return ``chosen`` without the options of sampling if ``do_sample`` is False. Raises ConfigError if
-        ``do_sample`` is not given, and the model would ignore such options."""
+        """Return the options ``chosen``, without the options of sampling if ``do_sample`` is False. Raises
+        ConfigError if there are options of sampling but no ``do_sample``, and the model does not sample by
+        default."""
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):
@@ -113,7 +114,7 @@ def pipeline(
         options: default options of every call; see :meth:`TextGenerationPipeline.__call__`.
 
     Raises:
-        ConfigError: the task is another one, or an option is unknown.
+        ConfigError: ``task`` is not ``text_generation``, or an option is unknown.
         UserError: there is no model in the directory.
     """
     check_task(task)
@@ -147,8 +148,8 @@ class Trainer:
 
     Args:
         task: must be ``text_generation``.
-        model: a directory with the initial weights, or the name of a shipped configuration (``ppfleetx
-            configs`` lists them), whose model starts from random weights.
+        model: a directory with the initial weights, or the name of a shipped configuration
+            (``ppfleetx configs`` lists them), whose model starts from random weights.
         train_dataset, eval_dataset: the data, as for ``train_data`` and ``eval_data`` of
             :class:`ppfleetx.Trainer`.
         tokenizer: tokenizer for the texts; None: the model's.
@@ -157,7 +158,8 @@ class Trainer:
         output_dir: directory of the run.
 
     Raises:
-        ConfigError: the task is another one, or ``model`` is neither a directory nor a configuration.
+        ConfigError: ``task`` is not ``text_generation``, or ``model`` is neither a directory nor a
+            configuration.
     """
 
     def __init__(
@@ -299,7 +301,8 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ResolvedModel:
-        """Find the model in ``place``. Temporary files made for it are deleted together with this trainer."""
+        """Find the model that ``place`` names, and convert it if necessary. Converted files are deleted
+        together with this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

@@ -222,9 +222,8 @@ def _is_whole(plan: ParallelPlan) -> bool:
 
 
 def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
-    """Return a directory with the tokenizer's files. A :class:`Tokenizer` object is first saved below
-    ``home``.
-    """
+    """Return a directory with the tokenizer's files. A :class:`Tokenizer` object is first saved to a
+    subdirectory of ``home``."""
     if not isinstance(tokenizer, Tokenizer):
         return str(tokenizer)
     place = home / f"tokenizer-{tokenizer.fingerprint[:16]}"

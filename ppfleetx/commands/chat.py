@@ -250,7 +250,8 @@ class Terminal:
             yield line
 
     def _line(self, prompt: str) -> str | None:
-        """Read the next line; None at the end. In a terminal, Ctrl-C discards what is typed so far."""
+        """Read the next line; None at the end of the input. In a terminal, Ctrl-C discards what is typed so
+        far."""
         while True:
             try:
                 if self._is_watched:

@@ -319,7 +319,8 @@ def _group_lines(cfg: RunConfig) -> list[str]:
 
 
 def _with_merged_blocks(names: Iterable[str]) -> list[str]:
-    """Merge parameter names that differ only in the block: ``decoder.layers.0-11.mlp.fc1.weight``."""
+    """Merge parameter names that differ only in the layer number, into names such as
+    ``decoder.layers.0-11.mlp.fc1.weight``."""
     blocks: dict[tuple[str, str], list[int]] = {}
     for name in names:
         found = _BLOCK.match(name)

@@ -34,7 +34,8 @@ _LONGEST = 512  # tokens per window
 
 @dataclass(frozen=True, kw_only=True)
 class RewritingOptions(OptionalConfigOptions):
-    """Base class of verbs that turn a checkpoint into another model: options for input and output."""
+    """Base class of verbs (subcommands) that turn a checkpoint into another model. It has the options for
+    input and output."""
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
@@ -50,7 +51,7 @@ class RewritingOptions(OptionalConfigOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkingOptions(RewritingOptions):
-    """Base class of ``quantize`` and ``prune``: options for input, output and calibration data."""
+    """Base class of ``quantize`` and ``prune``. It has the options for input, output and calibration data."""
 
     samples: int = option("windows to calibrate on (default: 64)", default=64, type=whole_number)
     calibration: str | None = option(

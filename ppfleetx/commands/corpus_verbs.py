@@ -56,7 +56,8 @@ def show(prefix: str, as_json: bool) -> None:
 
 
 def verify(prefix: str) -> int:
-    """Print the damaged blocks of a corpus, found by checksums. Returns the exit code: 1 if any, else 0."""
+    """Check a corpus for damage, by its checksums if it has them, and print what was found. Returns the exit
+    code: 1 for damage, else 0."""
     from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)

@@ -109,7 +109,8 @@ def _check_single_process(target: Target) -> list[Row]:
 
 
 def _target(options: Doctor) -> Target:
-    """Return what is checked: this process's rank and device, and the configuration if it can be read."""
+    """Return what the checks examine: this process's rank and device, and the configuration. If the
+    configuration cannot be read, the result has a report row that says why."""
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config

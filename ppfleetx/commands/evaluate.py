@@ -155,7 +155,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
-    """Score the encoded text ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the
+    """Score the encoded texts in ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the
     result, which is the same on all ranks, and the settings of the evaluation."""
     from ppfleetx.commands.training import build_runner, find_weights
 

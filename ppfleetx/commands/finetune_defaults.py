@@ -66,8 +66,8 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Return the settings for a run up to step ``max_steps``. If the output directory holds a run, they make
-    it continue from its newest checkpoint."""
+    """Return the settings for a run up to step ``max_steps``. If the output directory holds a run, the
+    settings continue that run from its newest checkpoint."""
     cfg = read_config(config, given)[0]
     options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)
     values: dict[str, Any] = {"Engine.max_steps": max_steps}

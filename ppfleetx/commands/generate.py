@@ -185,8 +185,8 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir``, and return a text generator with its model.
-    ``tokenizer`` is the model's, if it is loaded already."""
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, and return a text generator with its model. The
+    model's tokenizer is loaded too, unless the caller passes it as ``tokenizer``."""
     from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops

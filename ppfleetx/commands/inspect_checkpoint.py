@@ -69,7 +69,8 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Print the damage that checksums show in a checkpoint. Returns the exit code: 1 if any, else 0."""
+    """Check a checkpoint for damage, by its checksums if it has them, and print what was found. Returns the
+    exit code: 1 for damage, else 0."""
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
@@ -94,7 +95,8 @@ def verify(path: str) -> int:
 
 
 def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
-    """Print the tensors that differ between two checkpoints. Returns the exit code: 1 if any, else 0."""
+    """Print the tensors that differ between two checkpoints. Returns the exit code: 1 if there are any, else
+    0."""
     from ppfleetx.checkpoint import inspect
 
     checkpoints = []

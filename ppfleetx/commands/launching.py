@@ -1,4 +1,4 @@
-"""Run a verb in N processes (``--nproc N``) with Paddle's launcher.
+"""Run a verb (subcommand) in N processes (``--nproc N``) with Paddle's launcher.
 
 The launcher runs in this process. It shows the log of its first rank and, if a rank fails, the end of that
 rank's log.
@@ -30,7 +30,8 @@ _GROUP = f"several processes ({LAUNCHER})"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Command):
-    """Base class of verbs that can run in several processes: ``--nproc`` and related options."""
+    """Base class of verbs (subcommands) that can run in several processes. It has ``--nproc`` and
+    related options."""
 
     nproc: int | None = option("processes on this machine", type=whole_number, group=_GROUP)
     devices: str | None = option("cards of this machine, one process each", metavar="0,1,...", group=_GROUP)
@@ -44,7 +45,7 @@ class LaunchOptions(Command):
 
     @property
     def is_launched(self) -> bool:
-        """Whether the options ask to run the verb in separate processes."""
+        """Whether the options ask to run the verb (subcommand) in separate processes."""
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
@@ -106,7 +107,8 @@ class LaunchOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(LaunchOptions):
-    """Base class of verbs that train: the options for several processes, and ``--max-steps``."""
+    """Base class of verbs (subcommands) that train. It has the options for several processes, and
+    ``--max-steps``."""
 
     max_steps: int | None = option(
         "train until step N; an existing run in the output directory, even a finished one, is continued to "
@@ -144,7 +146,8 @@ def _refuse_absent_cards(options: LaunchOptions) -> None:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without ``--nproc`` and related options. Each rank is started with them."""
+    """Return the command-line arguments of a rank, which are ``arguments`` without ``--nproc`` and related
+    options."""
     parser = argparse.ArgumentParser(add_help=False)
     for one in fields(LaunchOptions):
         parser.add_argument(*flags_of(one))

@@ -54,7 +54,8 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text, without the end token of some tokenizers, because the model is to continue it."""
+        """Encode a text that the model is to continue. No end-of-text token is appended, even if the
+        tokenizer normally appends one."""
         # BOS comes first if transformers puts it there, as with the harness's own add_bos_token=True.
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]

@@ -96,7 +96,8 @@ def draw_losses(records: Sequence[Record]) -> Any:
 
 
 def save_figure(figure: Any, output: Path, option: str) -> None:
-    """Write a matplotlib figure to ``output``, and close it. ``option`` named the file, for messages."""
+    """Write a matplotlib figure to the file ``output``, and close it. Error messages mention ``option``, the
+    command-line option whose value is the file."""
     figure.tight_layout()
     try:
         figure.savefig(output, dpi=120)

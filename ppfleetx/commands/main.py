@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb of the command ``ppfleetx``.
+    """One verb (subcommand) of ``ppfleetx``.
 
     Attributes:
         name: the word after ``ppfleetx``.
@@ -131,7 +131,7 @@ def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: s
 
 
 def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = PROGRAM) -> int | None:
-    """Run a verb in this process and return its exit code.
+    """Run a verb (subcommand) in this process and return its exit code.
 
     Args:
         arguments: the arguments after the verb; None: the arguments of this process.

@@ -59,8 +59,9 @@ def run_paddleformers(argv: Sequence[str]) -> None:
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train with the arguments of another toolkit. ``translate`` turns them and the number of processes into
-    our configuration. With ``--check``, only print what they mean here; with ``--help``, print ``usage``."""
+    """Train with the arguments of another toolkit. ``translate`` makes our configuration from the arguments
+    and the number of processes. With ``--check``, only a report on the configuration is printed; with
+    ``--help``, only ``usage``."""
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
         return
@@ -77,7 +78,8 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Split arguments into (whether ``--check`` is given, number of processes, the other toolkit's)."""
+    """Split arguments into (whether ``--check`` is given, number of processes or None, arguments of the other
+    toolkit)."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:

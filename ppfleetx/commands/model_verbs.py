@@ -26,13 +26,13 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class Job:
-    """The configuration of a command that uses a model: where to load it from, and overrides."""
+    """Where a command that uses a model gets its configuration: a file or a checkpoint, and overrides."""
 
     config: ConfigSource
     overrides: list[Override]
 
     def load(self, *more: Override) -> RunConfig:
-        """Load the configuration for the number of launched processes, with further overrides ``more``."""
+        """Load the configuration for the number of launched processes. ``more`` are additional overrides."""
         from ppfleetx.commands.start_process import world_size
         from ppfleetx.config.loader import load_config
 
@@ -41,7 +41,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(OptionalConfigOptions):
-    """Base class of verbs that use a model: CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
+    """Base class of verbs (subcommands) that use a model. It has CHECKPOINT, ``-c FILE`` and
+    ``-o Section.key=value``."""
 
     intermixed: ClassVar[bool] = True
 
@@ -52,7 +53,8 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """Context manager that yields the :class:`Job` of these options, plus the overrides ``settings``."""
+        """Context manager that yields the :class:`Job` of these options. ``settings`` are additional
+        overrides of the configuration."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 

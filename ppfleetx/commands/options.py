@@ -1,4 +1,5 @@
-"""Declare the options of a verb as fields of a dataclass, from which the command-line parser is built."""
+"""Declare the options of a verb (subcommand) as fields of a dataclass, from which the command-line parser is
+built."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name tha
 
 
 class Command:
-    """Base class of verbs. A verb is a frozen dataclass: its fields are the command-line options, and its
-    docstring is the description in ``--help``.
+    """Base class of verbs (subcommands). A verb is a frozen dataclass: its fields are the command-line
+    options, and its docstring is the description in ``--help``.
 
     Attributes:
         examples: example commands, shown at the end of ``--help``.
@@ -35,7 +36,7 @@ class Command:
     program: ClassVar[str]
 
     def run(self) -> int | None:
-        """Run the verb. Returns its exit code; None means 0."""
+        """Run the verb (subcommand). Returns its exit code; None means 0."""
         module, _, name = self.program.partition(":")
         getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
         return None
@@ -54,7 +55,8 @@ class Command:
 
     @classmethod
     def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
-        """Build the verb's argument parser. ``program`` is the program's name in the usage line."""
+        """Build the argument parser of this verb (subcommand). ``program`` is the program's name in the usage
+        line."""
         parser = argparse.ArgumentParser(
             prog=program,
             description=inspect.cleandoc(cls.__doc__ or ""),
@@ -179,9 +181,8 @@ def plugin_option() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(Command):
-    """Base class of verbs that work on a configuration: ``-c FILE``, and any number of ``-o
-    Section.key=value`` and ``--plugin MODULE``.
-    """
+    """Base class of verbs (subcommands) that work on a configuration. It has ``-c FILE``, and any number of
+    ``-o Section.key=value`` and ``--plugin MODULE``."""
 
     config: str = option(CONFIG_HELP, "-c", "--config", default=MISSING, metavar="FILE")
     override: tuple[str, ...] = repeated(
@@ -195,7 +196,8 @@ class ConfigOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalConfigOptions(ConfigOptions):
-    """Base class of verbs that have the options of :class:`ConfigOptions` but do not require ``-c``."""
+    """Base class of verbs (subcommands) that have the options of :class:`ConfigOptions` but do not require
+    ``-c``."""
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
 

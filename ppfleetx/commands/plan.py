@@ -156,7 +156,8 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """Return the tokens of the whole run: ``--tokens``, or ``Engine.max_steps`` times those of a step."""
+    """Return the number of tokens of the whole run: ``--tokens`` or, if that is not given,
+    ``Engine.max_steps`` times the tokens of a step."""
     if options.tokens is not None:
         return options.tokens
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

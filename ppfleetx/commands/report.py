@@ -132,8 +132,8 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the report and its pictures into ``output``, and return the paths of both pages. ``price`` is
-    that of a device-hour; None: give the cost in device-hours."""
+    """Write the report and its pictures into ``output``, and return the paths of both pages. ``price`` is the
+    price of a device-hour. If it is None, the report states the cost in device-hours."""
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
     sections = [

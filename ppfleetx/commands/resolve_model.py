@@ -94,9 +94,10 @@ def _fill(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_if_unused(place: Path, lock: IO[str]) -> None:
-    """Remove ``place`` unless another process holds ``lock``. The lock file stays: others may wait for it."""
+    """Remove the directory ``place`` unless another process holds the lock file ``lock``."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The lock file stays, because another process may be waiting for it.
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -165,11 +166,11 @@ class ResolvedModel:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """Return the overrides for a configuration that uses this checkpoint and its tokenizer, followed by
-        ``given``.
+        """Return the overrides that select this checkpoint and its tokenizer, with the user's overrides after
+        them.
 
         Args:
-            given: the user's overrides. If they set a tokenizer, it takes precedence.
+            given: the user's overrides. If they name a tokenizer, the checkpoint's is not used.
             option: the command-line option that named the model, for messages.
             key: the configuration key to set to the checkpoint's path.
         """

@@ -91,7 +91,8 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
 
 
 def made_directory(cfg: RunConfig, key: str) -> Path:
-    """Create and return the directory that ``key`` names. Raises ConfigError if it cannot be written."""
+    """Create the directory that the configuration key ``key`` names, and return its path. Raises ConfigError
+    if it cannot be written."""
     path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
         raise cfg.error(key, rule)

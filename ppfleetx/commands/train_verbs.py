@@ -48,7 +48,8 @@ examples:
 
     @property
     def is_launched(self) -> bool:
-        """Whether to run the verb in several processes. With ``--check`` it runs only in this one."""
+        """Whether to run the verb (subcommand) in several processes. With ``--check`` it runs only in this
+        one."""
         return not self.check and super().is_launched
 
     def run(self) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
     """Train as configured: start or resume, evaluate, save, stop. Returns the engine; the trained model is
     ``engine.runner.model``. ``callbacks`` are called after those of ``Engine.callbacks``. Ranks may pass
-    different ones."""
+    different callbacks."""
     refuse_quantized_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
@@ -69,7 +69,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in the locked output directory. Its files change only after everything else is checked."""
+    """Train in the directory ``output_dir``, which the caller has locked."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -88,6 +88,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     schedule = start.restore(runner, schedule, fingerprints, cfg)
     if start.base_fingerprint is not None:
         fingerprints[BASE] = start.base_fingerprint
+    # Up to here, no file in the directory has changed: a run that is refused leaves it as it was.
     ownership = begin(cfg, ctx, start, length, tokenizer)
     engine = Engine(
         cfg,
@@ -221,9 +222,8 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
-    """Find the checkpoint ``Engine.save_load.ckpt_dir``, to use its weights without training. If it has
-    weights alone (quantized, pruned, merged), the returned :class:`Start` has the step at which it was saved.
-    """
+    """Find the checkpoint ``Engine.save_load.ckpt_dir``, to use its weights without training. The step of the
+    returned :class:`Start` is the step at which the checkpoint was saved."""
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)
     if not start.resumes:

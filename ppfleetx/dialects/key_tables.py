@@ -50,7 +50,8 @@ class Key:
         convert: converts its value; None if the key table does not convert it.
         accepts: the values that an option without effect may have; None: any.
         default: the value to use if the option is not given.
-        says: a note on the conversion, the reason, or what to do instead, without a final period.
+        says: an explanation, without a final period: how the value is converted, why the option has no effect
+            or meaning, or what to do instead.
     """
 
     name: str
@@ -96,7 +97,8 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is a mapping of options: the table has names that begin with ``name.``"""
+        """Whether ``name`` is a block of options. It is one if the table has options whose names begin with
+        ``name.``"""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]
         return any(key.name.startswith(prefix) for key in self.keys) or any(
@@ -144,9 +146,8 @@ _WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*",
 
 
 def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Make a conversion that looks a value up in ``words``. For a value that is not in it, the conversion
-    raises ValueError with the allowed ones.
-    """
+    """Make a conversion function that looks a value up in the mapping ``words``. It raises ValueError for a
+    value that is not a key of the mapping."""
 
     def convert(value: Any) -> Any:
         for word, meaning in words.items():
@@ -158,7 +159,7 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int | None = None) -> int:
-    """Return ``value`` if it is an integer of at least ``least``, and raise ValueError otherwise."""
+    """Return ``value``. Raises ValueError if it is not an integer, or is below the minimum ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("must be an integer")
     return _at_least(value, least)
@@ -184,7 +185,7 @@ def flag(value: Any) -> bool:
 
 def _window(value: Any) -> dict[str, Any]:
     """Convert an attention window ``(left, right)``, the numbers of positions that a token sees before and
-    after it. -1 on the left means no window."""
+    after it. A negative ``left`` means that there is no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
@@ -228,9 +229,8 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """Build the key tables in the parsed ``content`` of a ``keys.yaml``, by name. ``prefixes`` gives, for
-    some tables, the prefix of all their options.
-    """
+    """Return the options in each table of a parsed ``keys.yaml``, by the table's name. ``prefixes`` maps a
+    table's name to a prefix for the names of its options."""
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()

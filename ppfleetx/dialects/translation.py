@@ -42,7 +42,8 @@ class Native:
 
     @property
     def comment(self) -> str:
-        """The comment on this value in the YAML output: which of the user's values it came from, and why."""
+        """The comment on this value in the YAML output: the user's values that it was derived from, and an
+        explanation if there is one."""
         return "; ".join([*(one.origin for one in self.origins), *filter(None, [self.why])])
 
 
@@ -127,11 +128,13 @@ class Translation:
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
-        """The user's value of the option ``key``, which must be an integer of at least ``least``."""
+        """The user's value of the option ``key``, which must be an integer. ``least`` is the smallest allowed
+        value."""
         return self._read(key, default, partial(integer, least=least))
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
-        """The user's value of the option ``key``, which must be a finite number of at least ``least``."""
+        """The user's value of the option ``key``, which must be a finite number. ``least`` is the smallest
+        allowed value."""
         return self._read(key, default, lambda value: float(number(value, least=least)))
 
     def flag(self, key: str, default: Any = None) -> Any:
@@ -177,15 +180,14 @@ class Translation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The messages to log: the notes, and a list of the user's options without meaning in ppfleetx."""
+        """The messages to log: :attr:`notes`, and one message that lists the options in :attr:`unused`."""
         names = ", ".join(dict.fromkeys(one.key for one in self.unused))
         line = [f"keys of {self.dialect} that have no meaning here: {names}"] if names else []
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """The translated configuration as a tree that the loader can check. The places in it name the user's
-        files, lines and options, so error messages do too.
-        """
+        """The translated configuration as a tree for the configuration loader, whose error messages then name
+        the user's files, lines and options."""
         root = Node({}, self.place)
         for key, native in self.native.items():
             node = node_of(native.value, native.place)
@@ -252,8 +254,9 @@ Rule = Callable[[Translation], None]
 def translate(
     dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
-    """Translate the user's options to ppfleetx's configuration: first each one with ``table``, then those
-    that depend on each other with ``rules``. Raises ConfigError for unknown and unsupported options."""
+    """Translate the user's options to ppfleetx's configuration. First ``table`` translates each option by
+    itself, then ``rules`` translate options that depend on each other. Raises ConfigError for unknown and
+    unsupported options."""
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
     unknown: list[Given] = []

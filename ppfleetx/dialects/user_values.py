@@ -53,7 +53,7 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
 
 def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
     """Yield all values in a YAML or JSON file with their dotted keys. ``prefix`` is put before each key.
-    ``named`` is the option that gave the path, for error messages."""
+    Error messages mention the option ``named``, whose value is the path."""
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
     # JSON may be indented with tabs, which YAML forbids. JSON strings cannot contain raw tabs.
     text = read_text(path, **entry).replace("\t", " ")

@@ -35,10 +35,10 @@ class Row:
 
     Attributes:
         name: what was checked.
-        found: the finding.
+        found: what the check found, as text.
         fix: what the user can do about it; never empty if the status is ``fail``.
         group: the heading under which the report shows the row.
-        ranks: the ranks with this finding; empty if it is the same for all ranks.
+        ranks: the ranks that the row is about; empty if it is the same for all ranks.
         numbers: measurements by name. The name includes the unit.
     """
 
@@ -170,8 +170,8 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the rows of all ranks into one list, sorted by heading. Equal rows become one, which lists the
-    ranks that have it, or no ranks if all ranks have it."""
+    """Merge the report rows of all ranks into one list, sorted by heading. Equal rows become a single row
+    with the list of its ranks; an empty list stands for all ranks."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):

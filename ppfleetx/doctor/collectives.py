@@ -46,7 +46,8 @@ class Member:
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """Yield this process's membership in the group of all ranks, then in each group of the parallel plan."""
+    """Yield the process groups of this process: first the group of all ranks, then the groups of the parallel
+    plan that have several ranks."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:
@@ -133,8 +134,9 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Test every collective in every process group of this process, with messages of ``sizes`` bytes. All
-    processes of the job must call this. ``announce`` gets the name of each test before it starts."""
+    """Test every collective in every process group of this process, with each of the message sizes ``sizes``,
+    in bytes. All processes of the job must call this. ``announce`` gets the name of each test before it
+    starts."""
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:

@@ -80,8 +80,8 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Return the row that says whether the ``needed`` bytes fit into the ``there`` bytes of the device
-    ``name``."""
+    """Return the report row that compares the memory that a run needs with the memory of the device ``name``.
+    ``needed`` and ``there`` are these two sizes in bytes."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)

@@ -137,7 +137,7 @@ def variables(target: Target) -> Iterator[Row]:
 
 
 def paddle_loads(target: Target) -> Iterator[Row]:
-    """Import Paddle, and report its build and the settings for speed in this process."""
+    """Import Paddle, and report its version and build, and the settings that make this process faster."""
     said = prepare_process(device=target.device)
     try:
         import_paddle()

@@ -125,7 +125,8 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of the numbers 0 to ``count`` - 1, evenly spread, with the first and last."""
+    """Return up to ``most`` indices into a list of ``count`` items, evenly spread, with the first and the
+    last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
@@ -200,8 +201,8 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return the checkpoints that the run would start from, by configuration key, to compare machines. Each
-    is described by its name and a hash of its manifest."""
+    """Return the name and the manifest's hash of each checkpoint that the run would start from, by
+    configuration key. They are compared between machines."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -230,7 +231,8 @@ _SLOW_SECONDS = 120.0  # seconds to write one checkpoint
 
 
 def output_directory(target: Target) -> Iterator[Row]:
-    """Check whether the output directory, or its nearest existing parent, can be written, and how fast."""
+    """Check whether the output directory can be written, and measure the speed. If it does not exist, its
+    nearest existing parent is checked."""
     directory = output_dir_of(target.cfg)
     place = nearest_directory(directory)
     title = "output directory"
@@ -265,8 +267,14 @@ def room(target: Target) -> Iterator[Row]:
 
 
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
-    """Return the row that says whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of
-    the directory ``place``."""
+    """Return the report row that says whether the checkpoints of a run fit into the directory ``place``.
+
+    Args:
+        free: the free space in bytes.
+        each: the size of a checkpoint in bytes.
+        count: the number of checkpoints.
+        place: the directory.
+    """
     numbers = {"free_bytes": free, "needed_bytes": each * count}
     text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
     if free < each:
@@ -286,7 +294,8 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Measure the bytes per second at which one process writes a file in ``directory`` to the disk."""
+    """Measure the speed, in bytes per second, at which one process writes a file in ``directory`` to the
+    disk."""
     piece = os.urandom(_PIECE_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin = time.perf_counter()
@@ -305,7 +314,7 @@ def one_checkpoint(cfg: RunConfig) -> float | None:
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """Return the largest number of the run's checkpoints on disk at a time."""
+    """Return the maximum number of checkpoints that the run has on disk at the same time."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)

@@ -1,5 +1,5 @@
-"""``ppfleetx doctor`` for a job of several processes: check the launcher's needs and the network, then launch
-the ranks, which run all other checks."""
+"""Run ``ppfleetx doctor`` for a job of several processes. First the environment variables and the network are
+checked; then the ranks are launched, which run all other checks."""
 
 from __future__ import annotations
 
@@ -106,8 +106,9 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine a job: check the launcher's needs and the network, then launch this machine's ranks. Returns
-    the rows of the report and the number of ranks.
+    """Examine a job of several processes: check the environment variables and the network, then launch this
+    machine's ranks. Returns the rows of the report, and the number of ranks, or 1 if no rank has written a
+    report.
 
     Args:
         command: the command that launches the ranks.
@@ -130,7 +131,8 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """Check the network between the machines before ranks are launched. Returns no rows for one machine."""
+    """Check the network between the machines before ranks are launched, and return the rows of the report.
+    There are none for a job on one machine."""
     if nodes < 2:
         return []
     if master is None:
@@ -168,8 +170,8 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Yield rows if no rank left results: which ranks crashed, with the ends of their logs, and what is wrong
-    with this machine."""
+    """Yield report rows on why no rank has left results: which ranks crashed, with the ends of their logs,
+    and what is wrong with this machine."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"

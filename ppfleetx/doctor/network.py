@@ -130,8 +130,8 @@ def reach(address: tuple[str, int]) -> str:
 
 
 def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
-    """Connect to every other machine of the job, and yield rows about all pairs of machines. All machines
-    must call this. This machine listens at the address ``own`` and ``port``."""
+    """Connect to every other machine of the job, and yield report rows on the connections of all machines.
+    All machines must call this. ``own`` and ``port`` are the address and port where this machine listens."""
     announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
     # Each machine begins with its successor, so that not all machines try the same one first.
@@ -143,7 +143,8 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Yield rows about the connections of all pairs of machines, from each machine's problems with others."""
+    """Yield report rows on the connections between all machines. The answer of each machine has, for each
+    other machine, the problem in connecting to it, or ""."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
@@ -212,8 +213,9 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return a failure if other machines cannot reach this one at ``own``, the address that Paddle's launcher
-    would announce. ``host`` and ``master`` are name and address of the first machine."""
+    """Return a report row if other machines cannot reach this one at ``own``, the address that Paddle's
+    launcher would announce; otherwise None. ``host`` is the first machine as ``--master`` names it, and
+    ``master`` is its IP address."""
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

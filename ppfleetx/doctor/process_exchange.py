@@ -38,9 +38,9 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Connect this process, called ``name``, to the others of a job of ``size`` processes. The host listens
-    at ``point``. Raises RendezvousError if a process does not arrive within ``seconds``, or the address
-    cannot be used."""
+    """Connect this process to the others of a job with ``size`` processes. The first process listens at the
+    address ``point``. ``name`` is the name of this process in messages. Raises RendezvousError if a process
+    does not arrive within ``seconds``, or the address cannot be used."""
     # Guests without a number are numbered as they arrive.
     member = Member(name, number)
     if is_host:
@@ -50,12 +50,12 @@ def open_meeting(
 
 @dataclass
 class _Seen:
-    """What the host knows about one guest.
+    """What the first process knows about one of the other processes.
 
     Attributes:
-        place: the activity that the guest last announced.
+        place: the activity that the other process announced last.
         problem: why it no longer takes part; "" if it does.
-        moved: when it last sent something, in seconds.
+        moved: when it last sent something, in seconds on the monotonic clock.
     """
 
     line: Line
@@ -65,8 +65,8 @@ class _Seen:
 
 
 class Host:
-    """The first process's side of the exchange: its connections to all other processes. ``names`` are the
-    names of all processes, by number."""
+    """The first process's connections to all other processes of the job, for exchanging values. ``names`` are
+    the names of all processes, in the order of their numbers."""
 
     def __init__(self, members: Members) -> None:
         self.number, self.names = members.number, members.names
@@ -77,11 +77,12 @@ class Host:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Contribute ``value``, and return what every process contributed, by number. All processes must call
-        this, in the same order. The wait ends if no process sends anything for ``seconds``.
+        """Send ``value`` to all processes, and return what every process sent, in the order of their numbers.
+        All processes must call this, in the same order. If nothing arrives for ``seconds``, the answer of
+        each missing process has a problem instead of a value.
 
         Raises:
-            RendezvousError: in a guest, if the host is gone.
+            RendezvousError: this is not the first process, and the first process is gone.
         """
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
@@ -135,8 +136,8 @@ class Host:
 
 
 class Guest:
-    """The other processes' side of the exchange: a connection to the first process. It has the same methods
-    and attributes as :class:`Host`."""
+    """The connection of any other process to the first process, for exchanging values. It has the same
+    methods and attributes as :class:`Host`."""
 
     def __init__(self, members: Members, where: str) -> None:
         self.number, self.names = members.number, members.names

@@ -50,8 +50,8 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """Return the values of this fact in this process, or None if the first process of this machine reads
-        it."""
+        """Return the values of this fact in this process. Returns None if another process of this machine
+        reads the fact."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -115,8 +115,8 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Return a hash of each of :data:`FACTS`, by name, or None for facts that another process of this machine
-    reads. ``announce`` is called with the name of each fact first."""
+    """Return a hash of the values of each of :data:`FACTS`, by the fact's name. It is None if another process
+    of this machine reads the fact. Before a fact is read, ``announce`` is called with its name."""
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)
@@ -138,8 +138,8 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """Return the values of the facts ``names``, or None for facts that another process of this machine reads.
-    ``announce`` is called with the name of each fact first."""
+    """Return the values of each fact in ``names``, by the fact's name. They are None if another process of
+    this machine reads the fact. Before a fact is read, ``announce`` is called with its name."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
@@ -149,8 +149,9 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each of :data:`FACTS`. For the facts ``names``, it lists how the ``answers`` of the
-    ranks differ; for the others, it says that they are equal."""
+    """Yield a report row for each of :data:`FACTS`. ``names`` are the facts whose :func:`digests` differ.
+    Their rows list the differences between ``answers``, the values on each rank; all other rows say
+    "equal"."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}

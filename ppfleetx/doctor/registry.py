@@ -131,7 +131,8 @@ def _run(check: Check, target: Target) -> list[Row]:
 
 
 def _run_without_limit(check: Check, target: Target) -> list[Row]:
-    """Run a check without a time limit and return its rows. If it raises an error, the only row says so."""
+    """Run a check without a time limit and return its rows. If it raises an error, the result is one row with
+    the error's message."""
     try:
         return list(check.load()(target))
     except UserError as error:

@@ -72,7 +72,7 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Job:
-    """One process's part in the examination of a job.
+    """What one process knows in the examination of a job.
 
     Attributes:
         meeting: the connection to the other processes.
@@ -101,8 +101,8 @@ class Job:
         self._share(own, _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
-        """Exchange report rows with all other processes, and add those of all ranks to :attr:`rows`. Raises
-        RendezvousError if rank 0 is gone; only this process's own rows are added then."""
+        """Exchange report rows with all other processes, and add the rows of all ranks to :attr:`rows`. If
+        rank 0 is gone, adds only this process's own rows, and raises RendezvousError."""
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:
@@ -134,7 +134,7 @@ class Job:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def note_lost_host(self, error: RendezvousError) -> None:
-        """Add a row to the report: rank 0 is gone, so only this process's findings are known."""
+        """Add a report row that says that rank 0 is gone."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:

@@ -69,7 +69,8 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
-    """Translate parsed Megatron arguments, and the contents of the file that ``deepspeed_config`` names."""
+    """Translate parsed Megatron arguments, and the options in the file that their argument
+    ``deepspeed_config`` names."""
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:

@@ -1,6 +1,5 @@
-"""``pretrain_gpt.py`` arguments for the five model sizes that the scripts of one GPT-2 port of
-Megatron-DeepSpeed offer. Every size trains on eight devices.
-"""
+"""Arguments of ``pretrain_gpt.py`` for five sizes of GPT-2, as in the scripts of a Megatron-DeepSpeed port.
+Every size trains on eight devices."""
 
 from __future__ import annotations
 
@@ -45,8 +44,13 @@ SIZES: Mapping[str, GPT2Size] = {
 
 @dataclass(frozen=True)
 class Request:
-    """The parsed arguments of a GPT-2 training script: ``--data_path``, ``--model_size`` and
-    ``--train_iters``. ``more`` are arguments for ``pretrain_gpt.py``, which override those of the model size.
+    """The parsed arguments of a GPT-2 training script.
+
+    Attributes:
+        data_path: the directory of the corpus and the vocabulary.
+        size: the name of a model size, such as 345M.
+        steps: the number of training steps.
+        more: arguments of ``pretrain_gpt.py``, which override those of the model size.
     """
 
     data_path: str
@@ -77,9 +81,8 @@ def request_of(argv: Sequence[str]) -> Request:
 
 
 def arguments_of(request: Request, *, evaluates: bool) -> list[str]:
-    """Make the command line of ``pretrain_gpt.py`` for a parsed request. With ``evaluates``, the run is
-    evaluated every 1000 steps (at its end if it is shorter), otherwise never.
-    """
+    """Return the command line of ``pretrain_gpt.py`` for a parsed request. If ``evaluates`` is True, the run
+    is evaluated every 1000 steps, or at its end if it is shorter. Otherwise it is never evaluated."""
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
     values = {

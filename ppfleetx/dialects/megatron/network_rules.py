@@ -262,13 +262,12 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 
 
 def _evaluation_share(split: str) -> float:
-    """The share of evaluation in Megatron's ``split``, its second number. An invalid split counts as 1; the
-    loader later refuses it and names the same place.
-    """
+    """Return the second number of Megatron's ``split``, which is the share of the evaluation data. Returns 1
+    if ``split`` is not a list of numbers."""
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
-        return 1.0
+        return 1.0  # The loader refuses the split later, and names the same place.
     return (*numbers, 0.0, 0.0)[1]
 
 
@@ -292,9 +291,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def highest_id(file: Path, one: Given) -> int:
-    """Read the highest token id in a ``vocab.json`` or ``tokenizer.json``. ``one`` is the user's value that
-    names the file, for error messages.
-    """
+    """Return the highest token id in a ``vocab.json`` or ``tokenizer.json``. Error messages mention the
+    option ``one``, whose value is the file."""
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:

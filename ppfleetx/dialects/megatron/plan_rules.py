@@ -271,7 +271,8 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """Return each pipeline chunk's number of layers in model order, from what earlier rules have set."""
+    """Return the number of layers of each pipeline chunk, in model order, from the values translated so
+    far."""
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -305,8 +306,8 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """Read the option ``name`` as a list of lists of numbers. Users may write one list or several, also as
-    text: ``[4,4],[4,2]``. None if it is not given."""
+    """Read the option ``name`` as a list of lists of numbers. It may also be a single list, or a text such as
+    ``[4,4],[4,2]``. Returns None if the option is not given."""
     if name not in run:
         return None
     value = run.value(name)

@@ -54,7 +54,8 @@ def batches(run: Translation) -> None:
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
-    """Convert the option ``name`` from samples to steps. A number below ``least`` steps is refused."""
+    """Convert the option ``name`` from samples to steps. Raises ConfigError if it is below ``least``, a
+    minimum in steps."""
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(
@@ -126,7 +127,7 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """Set ``Global.device`` if one of the arguments that Megatron's Ascend ports add names the device."""
+    """Set ``Global.device`` if an argument of Megatron's Ascend ports names the device."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:

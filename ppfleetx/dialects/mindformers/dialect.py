@@ -87,7 +87,8 @@ def _precision(run: Translation, on_cpu: bool) -> None:
 
 
 def experts(run: Translation) -> None:
-    """Translate MindFormers' ``moe_config``. Either all layers are mixtures of experts, or none."""
+    """Translate MindFormers' ``moe_config``. If it has more than one expert, every layer becomes a mixture of
+    experts."""
     number = run.integer("moe_config.expert_num", 1, least=1)
     parallel = "parallel_config.expert_parallel"
     degree = run.integer(parallel, 1, least=1)
@@ -120,7 +121,8 @@ def experts(run: Translation) -> None:
 
 
 def degrees(run: Translation) -> None:
-    """Translate MindFormers' ``parallel_config``. Some values of ``parallel_mode`` ignore its degrees."""
+    """Translate the degrees in MindFormers' ``parallel_config``. They have no effect if ``use_parallel`` is
+    False or ``parallel_mode`` is 0."""
     use = run.flag("use_parallel", False)
     mode = run.choice("parallel.parallel_mode", (0, 1, 2, 3), 0)
     data, model, stages = (
@@ -414,13 +416,12 @@ def generation(run: Translation) -> None:
 
 
 def _new_tokens(run: Translation) -> None:
-    """Translate ``max_decode_length`` to a number of new tokens. In MindFormers it counts the prompt as well,
-    whose length is not known yet.
-    """
+    """Set the limit on new tokens from ``max_decode_length``, which in MindFormers includes the prompt."""
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:
         return
+    # The length of the prompt, which the limit includes, is not known yet.
     if most < positions:
         run.put("Generation.max_dec_len", most, key, why="run_mindformer.py counts the prompt")
         return

@@ -63,9 +63,8 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """The key table of MindSpeed-Core-MS. It finds an option by its MindSpeed-Core-MS name in a section or,
-    outside the sections, by Megatron's name.
-    """
+    """The options of MindSpeed-Core-MS and of Megatron. An option in a section of the file has its
+    MindSpeed-Core-MS name; an option outside the sections has Megatron's name."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}
@@ -94,8 +93,8 @@ TABLE = _Names()
 
 
 def documented() -> dict[str, KeyTable]:
-    """The key tables for the documentation page, one for each top-level block of the file: Megatron's options
-    under their MindSpeed-Core-MS names, and options that only MindSpeed-Core-MS has."""
+    """Return the key tables for the documentation page, one for each section of the YAML file. They have
+    Megatron's options under their MindSpeed-Core-MS names, and options that only MindSpeed-Core-MS has."""
     groups: dict[str, list[Key]] = {}
     own = {key.name: key for key in OWN}
     for name in [*(name for name in ALIASES if name not in own), *own]:
@@ -259,7 +258,8 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """Translate ``load_checkpoint``: with ``resume_training`` a run to resume, else only initial weights."""
+    """Translate where checkpoints are saved and how often. With ``resume_training``, the run resumes from
+    ``load``; otherwise ``load`` only provides the initial weights."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)
