@@ -258,8 +258,8 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Sort ``values [n, k]``, one for each of a position's k experts, by expert. Returns a column of those
-        whose choice was kept."""
+        """Sort ``values [n, k]``, one for each of a position's k experts, by expert. Returns a column of the
+        values whose choice was kept."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
