@@ -302,7 +302,7 @@ class Trainer:
 
     def _found(self, place: str | Path) -> ResolvedModel:
         """Find the model that ``place`` names, and convert it if necessary. Converted files are deleted
-        together with this trainer."""
+        when this `Trainer` is garbage-collected."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

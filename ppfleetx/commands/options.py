@@ -117,7 +117,8 @@ def switch(help: str, *flags: str) -> Any:
 
 
 def repeated(help: str, *flags: str, metavar: str) -> Any:
-    """Declare an :func:`option` with one value that may be given many times. The field is a tuple."""
+    """Declare an :func:`option` that may be given many times, each time with one value. The field is a tuple
+    of these values."""
     return option(help, *flags, default=(), action="append", metavar=metavar)
 
 
