@@ -119,9 +119,12 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in ``output_dir`` for which ``counts`` returns True, or None.
+    """Return the newest undamaged checkpoint in ``output_dir``, or None. Damaged ones are skipped with a
+    warning.
 
-    With ``verify``, all data is read to find damage. Damaged checkpoints are skipped with a warning.
+    Args:
+        verify: whether to read all data to find damage.
+        counts: a condition that the checkpoint must meet.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
@@ -186,8 +189,8 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
-    """Return a text for the end of an error about the checkpoint ``bad``, which names the newest undamaged
-    one in ``output_dir``. Empty if there is none."""
+    """Return the end of an error message, which names the newest undamaged checkpoint in ``output_dir``.
+    Empty if there is none, or if it is ``bad``, the checkpoint that the error is about."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

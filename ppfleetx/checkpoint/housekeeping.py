@@ -117,8 +117,8 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a finished checkpoint from its hidden name ``saved`` to its final name ``target``. An earlier
-    checkpoint with this final name is deleted."""
+    """Rename a finished checkpoint from its hidden path to its final path. An earlier checkpoint at the final
+    path is deleted."""
     if not target.exists():
         storage.rename(saved, target)
         return

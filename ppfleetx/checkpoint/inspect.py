@@ -29,7 +29,8 @@ class Difference:
     Attributes:
         key: (``model`` or ``optimizer``, parameter name, optimizer state name).
         what: how it differs, as text.
-        largest: the largest absolute difference of two elements; None if the tensors cannot be subtracted.
+        largest: the largest absolute difference of two elements; None unless both are floating-point tensors
+            of the same shape.
     """
 
     key: tuple[str, str, str]

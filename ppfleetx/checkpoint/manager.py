@@ -80,9 +80,9 @@ class SharedSave:
         self._stack.close()
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Run ``act`` on every rank, and return the results of all ranks.
+        """Call the function ``act`` on every rank, and return the results of all ranks.
 
-        If it raises OSError or CheckpointError on any rank, all ranks raise CheckpointError.
+        If the function raises OSError or CheckpointError on any rank, all ranks raise CheckpointError.
         """
         try:
             outcome = (act(), None)
@@ -178,7 +178,8 @@ class BackgroundManager(CheckpointManager):
     ) -> Path:
         """Start a save, and return the path that the checkpoint will have.
 
-        The tensors must not change before `wait_for_copy` returns. `poll` and `wait` raise errors of writing.
+        The tensors must not change before `wait_for_copy` returns. If writing fails, `poll` or `wait` raises
+        the error.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
@@ -292,7 +293,8 @@ class HostCopier:
 
 
 class Task:
-    """A daemon thread that runs ``first``, sets ``first_done``, runs ``act``, and sets ``done``."""
+    """Runs two functions in a daemon thread: ``first``, and then ``act``. The event ``first_done`` is set
+    after the first function, and the event ``done`` at the end."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()

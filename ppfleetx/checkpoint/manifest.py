@@ -60,7 +60,7 @@ class SliceEntry:
         file: the safetensors file, relative to the checkpoint.
         start: the position of the first byte in the file.
         crc32: one checksum for each `CHUNK_BYTES` bytes.
-        flat: always null.
+        flat: unused, always null.
     """
 
     __pydantic_config__ = _EXACTLY
@@ -90,8 +90,9 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The manifest's entry for a tensor, with the ``slices`` that make it up. Its other attributes are those
-    of :class:`ppfleetx.checkpoint.slices.TensorSlice`."""
+    """The manifest's entry for a tensor. ``shape`` is the shape of the whole tensor, and ``slices`` are the
+    entries of its slices. The other attributes are those of
+    :class:`ppfleetx.checkpoint.slices.TensorSlice`."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -118,7 +119,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry for a safetensors file. Its header includes the 8 bytes of the header's length."""
+    """The manifest's entry for a safetensors file. The header is counted with the 8 bytes before it, which
+    give its length."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -128,7 +130,8 @@ class FileEntry:
 
 
 def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry]) -> None:
-    """Raise ValueError unless the slices of each tensor cover it exactly once and are in listed files."""
+    """Check that the entries of a manifest fit together. Raises ValueError unless the slices of each tensor
+    cover it exactly once, and each slice is in a file that the manifest lists."""
     if len({entry.key for entry in tensors}) != len(tensors):
         raise ValueError("a tensor is listed twice")
     for entry in tensors:
@@ -177,8 +180,9 @@ class Manifest:
     Attributes:
         step: number of finished optimizer steps.
         epoch: number of finished passes over the data.
-        files: safetensors files, by path relative to the checkpoint, with `/`.
-        tensors: by (``model`` or ``optimizer``, parameter name, optimizer state name).
+        files: entries of the safetensors files, by path relative to the checkpoint, with `/`.
+        tensors: entries of the tensors, by (``model`` or ``optimizer``, parameter name, optimizer state
+            name).
         state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.
         plan: the parallel plan that saved the checkpoint.
         ranks: for each rank, its directory and its coordinates in the plan.
@@ -186,7 +190,7 @@ class Manifest:
         config: the configuration of the run that saved the checkpoint.
         fingerprints: hashes that identify tokenizer and data.
         run: id of the training run that saved the checkpoint; None if unknown.
-        documents: ``config.yaml`` and tokenizer files, by path.
+        documents: entries of ``config.yaml`` and the tokenizer files, by path.
     """
 
     step: int
@@ -216,8 +220,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check the content of the ``manifest.json`` at ``where``. Raises CheckpointError if it is
-        invalid or of an unsupported version."""
+        """Parse and check the content of a ``manifest.json``. Raises CheckpointError if it is invalid or of
+        an unsupported version.
+
+        Args:
+            where: the path of the file, for messages.
+        """
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
@@ -288,7 +296,8 @@ def read_sealed(path: Path) -> dict[str, str] | None:
 
 
 def seal(**fields: str | int) -> bytes:
-    """Return the content of a sealed file: one line ``key value`` per field, and a line with their CRC-32."""
+    """Return the content of a sealed file: one line ``key value`` for each field, and a last line with the
+    CRC-32 of all lines before it."""
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

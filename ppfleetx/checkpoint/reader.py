@@ -50,8 +50,12 @@ class Checkpoint:
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
-        """Return (parameter name, state name) of all tensors of this kind, ``model`` (with empty state names)
-        or ``optimizer``, in the order of saving."""
+        """Return (parameter name, state name) of all model or optimizer tensors, in the order of saving.
+        State names are empty for model tensors.
+
+        Args:
+            kind: ``model`` or ``optimizer``.
+        """
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
@@ -145,7 +149,7 @@ class Checkpoint:
 
 
 def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
-    """Check the data of these tensors in a checkpoint directory, and yield one sentence per damaged slice."""
+    """Check the data of tensors in a checkpoint directory, and yield one sentence for each damaged slice."""
     return storage.damage(directory, ((entry.label, piece) for entry in tensors for piece in entry.slices))
 
 
@@ -164,8 +168,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
-    """Return the bytes of ``manifest.json`` in the step directory ``path``. Raises CheckpointError if their
-    number or their checksum differs from that in ``marker``, the fields of ``COMPLETE``."""
+    """Return the bytes of ``manifest.json`` in the step directory ``path``. Raises CheckpointError if its
+    size or checksum is wrong.
+
+    Args:
+        marker: the fields of ``COMPLETE``, with the correct size and checksum.
+    """
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)
     if len(content) != size:

@@ -76,8 +76,12 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the generators of this process from the result of `rng_state`. ``streams`` says whether to
-    restore the named streams of Paddle's RNG tracker. Raises CheckpointError if the state is invalid."""
+    """Restore the generators of this process from the result of `rng_state`. Raises CheckpointError if the
+    state is invalid.
+
+    Args:
+        streams: whether to restore the named streams of Paddle's RNG tracker, too.
+    """
     try:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))

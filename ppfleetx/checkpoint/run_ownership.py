@@ -53,8 +53,8 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Return whether the run may delete or replace the checkpoint at ``path``. The run must have saved
-        all its files, and must not have been started from it."""
+        """Return whether the run saved the checkpoint at ``path``, with every file in it, and was not started
+        from it. The run may delete or replace only such checkpoints."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -66,8 +66,12 @@ class Ownership:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of the file ``run_id`` in an output directory: the id of the run that saves there.
-    ``continues`` names a checkpoint in this directory that the run was started from but did not save.
+    """The content of the file ``run_id`` in an output directory.
+
+    Attributes:
+        run: the id of the run that saves in this directory.
+        continues: the name of a checkpoint in this directory that the run was started from but did not save;
+            None if there is none.
     """
 
     run: str

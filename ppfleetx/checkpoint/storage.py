@@ -126,8 +126,11 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Read bytes [start, end) of a tensor slice. ``into`` is a buffer to use, allowed only if the range is
-    the whole slice. Raises CheckpointError if a checksum is wrong."""
+    """Read bytes [start, end) of a tensor slice. Raises CheckpointError if a checksum is wrong.
+
+    Args:
+        into: a buffer to read into; allowed only if the range is the whole slice.
+    """
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # Not bytearray, whose zeroing costs as much as the read.
@@ -139,7 +142,11 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Verify the checksums of slices, given as (name, entry). Yields a sentence per damaged slice."""
+    """Verify the checksums of tensor slices, and yield one sentence for each damaged slice.
+
+    Args:
+        pieces: (name for the sentence, manifest entry) of each slice.
+    """
     own = threading.local()
 
     def make_scratch() -> None:
@@ -165,7 +172,12 @@ def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None
 
 
 def _read_chunks(path: Path, piece: SliceEntry, first: int, chunks: Iterable[memoryview]) -> None:
-    """Read chunks of a tensor slice, from number ``first`` on, into buffers, and verify their checksums."""
+    """Read consecutive chunks of a tensor slice into buffers, and verify their checksums.
+
+    Args:
+        first: the number of the first chunk in the slice.
+        chunks: the buffers.
+    """
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(piece.start + first * CHUNK_BYTES)

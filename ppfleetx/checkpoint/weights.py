@@ -81,7 +81,11 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """Make a `Model` section of these keys. Raises CheckpointError, naming ``place``, for invalid keys."""
+    """Make a `Model` section of these keys. Raises CheckpointError for invalid keys.
+
+    Args:
+        place: the source of the keys, for messages.
+    """
     try:
         return section_of(ModelConfig, dict(keys))
     except ConfigError as error:
@@ -125,8 +129,8 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """Context manager that shows a progress bar while ``tensors`` are read. It yields tensors with the same
-    names and data, which must be read instead."""
+    """Context manager that shows a progress bar. It yields copies of the tensors that advance the bar when
+    they are read."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
@@ -142,8 +146,12 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert a model's slices from float32 to the 16-bit element types in ``stored``. If any element would
-    change, all slices are returned unchanged."""
+    """Convert a model's slices from float32 back to the 16-bit element types that its weights had. If this
+    would change any element, all slices are returned unchanged.
+
+    Args:
+        stored: the element types that the weights had, by parameter name.
+    """
     made = []
     for piece in pieces:
         wanted = stored.get(piece.name, piece.dtype)

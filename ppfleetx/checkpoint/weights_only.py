@@ -49,7 +49,9 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
     Args:
         path: any path that `Engine.save_load.ckpt_dir` accepts.
         masters: whether to read float32 master weights where the checkpoint has them.
-        few_bits: whether to return quantized weights as stored; otherwise they raise CheckpointError.
+        few_bits: whether the checkpoint may be quantized. Its weights are returned as stored.
+
+    Raises CheckpointError if the checkpoint cannot be read, or is quantized and ``few_bits`` is False.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -162,9 +164,13 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write converted weights as a checkpoint in the directory ``output``. Returns its step directory.
-    ``tensors`` are all parameters of ``model``, with vocabulary padding. ``weights`` describes their source;
-    its own tensors are not used."""
+    """Write converted weights as a checkpoint. Returns its step directory.
+
+    Args:
+        weights: facts about the weights, such as their source and tokenizer; its tensors are not used.
+        tensors: all parameters of ``model``, with vocabulary padding.
+        output: the output directory.
+    """
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = None

@@ -157,9 +157,10 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Finish the checkpoint in ``staged``, to which all ranks have written: add the manifest, rename the
-    directory, and delete the run's old checkpoints. Returns its final path. Raises CheckpointError if the
-    files are incomplete or damaged, or if the run must not replace a checkpoint of the same name."""
+    """Finish a checkpoint that all ranks have written into the directory ``staged``: add the manifest, give
+    the directory its final name, and delete the run's old checkpoints. Returns the final path. Raises
+    CheckpointError if the files are incomplete or damaged, or if the run must not replace a checkpoint of the
+    same name."""
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
     written = storage.write_documents(staged, documents or {})

@@ -126,8 +126,8 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
     """Build the teacher from the checkpoint at ``place``, with the weights that this rank needs. Raises
-    CheckpointError if its vocabulary differs from the student's; ConfigError if the parallel plan does not
-    fit its experts."""
+    CheckpointError if the vocabularies of teacher and student differ; ConfigError if the student's parallel
+    plan cannot be used for a teacher with experts."""
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:

@@ -29,8 +29,8 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """Scores (float64) of one layer's attention groups ``[g]`` and feed-forward units ``[f]``, or the sorted
-    indices of those to keep."""
+    """One array for the attention groups and one for the feed-forward units of a layer. They have either
+    scores, float64 ``[g]`` and ``[f]``, or the sorted indices of the groups and units to keep."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -51,13 +51,20 @@ class Parts:
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """Return the indices along ``axis`` that belong to the parts with the numbers ``which``."""
+        """Return the indices along ``axis`` of the elements of several parts.
+
+        Args:
+            which: the numbers of the parts.
+        """
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """Return how a parameter of this ``shape`` is divided into attention groups or feed-forward units, or
-    None if it is not. ``own`` is its name in its layer, such as ``mlp.fc1.weight``."""
+    """Return how a parameter is divided into attention groups or feed-forward units, or None if it is not.
+
+    Args:
+        own: the parameter's name in its layer, such as ``mlp.fc1.weight``.
+    """
     linear, _, kind = own.rpartition(".")
     if linear in ("attention.qkv", "mlp.fc1"):
         axis = len(shape) - 1
@@ -130,7 +137,8 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError unless ``ratio``, the fraction to remove, is in [0, 1) and ``multiple`` above 0."""
+    """Raise ConfigError unless ``ratio``, the fraction to remove, is in [0, 1), and ``multiple`` is at least
+    1."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the fraction to remove: at least 0, below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -200,9 +208,12 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each group or unit, in
-    float64. ``values`` is the matrix, or a slice of complete groups or units. bfloat16 is passed as bits in
-    uint16."""
+    """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each attention group or
+    feed-forward unit, in float64.
+
+    Args:
+        values: the matrix, or a slice with complete groups or units. bfloat16 is passed as bits in uint16.
+    """
     # Sums in float64 do not depend on the parallel plan that saved the checkpoint.
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":

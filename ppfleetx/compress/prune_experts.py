@@ -22,8 +22,9 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 
 
 def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
-    """Return how many experts each layer has after removing the fraction ``ratio`` of them, rounded up to a
-    multiple of ``multiple``. Raises ConfigError if no expert can be removed, or if too few would remain."""
+    """Return how many experts remain in each layer after removing the fraction ``ratio``. The result is
+    rounded up to a multiple of ``multiple``. Raises ConfigError if no expert can be removed, or if too few
+    would remain."""
     check_share(ratio, multiple)
     moe = model.moe
     if moe is None:
@@ -75,8 +76,13 @@ def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -
 def without_experts(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (name, tensor) of ``model`` reduced to ``small``. Tensors are read lazily. ``kept`` has the
-    indices of the experts to keep, by layer number."""
+    """Yield (name, tensor) of a model after removing experts. Tensors are read lazily.
+
+    Args:
+        tensors: the tensors of the original model.
+        model, small: the networks before and after.
+        kept: the indices of the experts to keep, by layer number.
+    """
     before, after = parameter_shapes(model), parameter_shapes(small)
     for name, tensor in tensors.items():
         if name not in after or before[name] == after[name]:

@@ -137,9 +137,12 @@ class PruningInTraining:
                     )
 
     def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
-        """Set the groups and units with the smallest scores to zero, and their optimizer states, too. ``out``
-        is the number of groups and of units in each layer to set to zero. Returns how many were not zero
-        before."""
+        """Set the attention groups and feed-forward units with the smallest scores to zero, and their
+        optimizer states, too. Returns how many of them were not zero before.
+
+        Args:
+            out: the number of groups and of units in each layer to set to zero.
+        """
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -177,7 +180,14 @@ class PruningInTraining:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's slice of a prunable parameter: ``count`` whole groups or units from number ``first`` on."""
+    """This rank's slice of a parameter that can be pruned. It consists of whole attention groups or
+    feed-forward units.
+
+    Attributes:
+        parts: how the parameter is divided into groups or units.
+        first: the number of the first group or unit in the slice.
+        count: the number of groups or units in the slice.
+    """
 
     name: str
     parameter: Any

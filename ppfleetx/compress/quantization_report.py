@@ -48,7 +48,7 @@ class Report:
     on_trained_grid: int = 0
 
     def set_output_errors(self, errors: Mapping[str, float]) -> None:
-        """Set ``output_error`` of the layers that ``errors`` names."""
+        """Set the output errors of layers, given by layer name. Other layers are unchanged."""
         self.layers = [
             replace(layer, output_error=errors.get(layer.name, layer.output_error)) for layer in self.layers
         ]

@@ -116,9 +116,9 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Choose the group size, the number of consecutive input features that share a scale. Returns ``weights``
-    with it. Matrices that cannot be stored in 4 bits are skipped with a warning. Raises ConfigError if this
-    is so for all matrices."""
+    """Return the quantization settings ``weights`` with ``group_size`` and ``asymmetric`` chosen for the
+    model. Matrices that cannot be stored in 4 bits are skipped with a warning. Raises ConfigError if no
+    matrix can be stored in 4 bits."""
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
         common = math.gcd(model.hidden_size, *wanted.values())
@@ -187,9 +187,9 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns all its tensors as slices, which must be saved while ``room`` exists.
-        Raises DataError if a weight is NaN or infinite; CheckpointError if the checkpoint does not fit the
-        model."""
+        """Quantize the model. Returns all its tensors as slices, which must be saved before the temporary
+        directory is deleted. Raises DataError if a weight is NaN or infinite; CheckpointError if the
+        checkpoint does not fit the model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
         # For whole windows, float products are faster. Only rounded activations need the quantized layers.
@@ -216,7 +216,7 @@ class Quantizer:
                 small = build_stage(small_stage, None, small_shared)
                 small.eval()
                 self._fill(small, stored)
-                products = _Products(layer, small)
+                products = _OutputErrors(layer, small)
                 with products:
                     self._activations.advance(layer, small, is_last=stage is stages[-1])
                 self.report.set_output_errors(products.errors())
@@ -361,7 +361,7 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
     Args:
         inputs: the largest magnitude ``[k]`` of each input feature.
-        rows: the largest magnitude ``[k]`` of its weights.
+        rows: the largest magnitude ``[k]`` of the weights that multiply each input feature.
     """
     said = {}
     for what, largest in (("its input", inputs), ("the weights of its input", rows)):
@@ -372,9 +372,9 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
     return said[ratio] if ratio > _OUTLIER else ""
 
 
-class _Products:
-    """Context manager that measures, during forward passes, the output error of quantized linear layers that
-    also round activations."""
+class _OutputErrors:
+    """Context manager that measures the output error of quantized linear layers during forward passes. Only
+    layers that also round activations are measured."""
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
         self._weights = canonical_parameters(layer)
@@ -386,7 +386,7 @@ class _Products:
         self._squares: dict[str, np.ndarray] = {}
         self._hooks: list = []
 
-    def __enter__(self) -> _Products:
+    def __enter__(self) -> _OutputErrors:
         for linear in self._linears:
             name = linear.weight.info.name
             hook = partial(self._add, name=name, exact=self._weights[name])
@@ -479,8 +479,14 @@ class _Activations:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Pass all data through one stage: evaluation data through the original ``layer`` and, separately,
-        through its quantized version ``small``; calibration data only through ``small``."""
+        """Pass all data through one stage.
+
+        Args:
+            layer: the original stage. The evaluation data passes through it.
+            small: the quantized stage. The evaluation data, separately, and the calibration data pass through
+                it.
+            is_last: whether this is the last stage, which does not need the calibration data.
+        """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:
                 continue

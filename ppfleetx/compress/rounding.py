@@ -55,11 +55,12 @@ def scales_of(
 
     Args:
         per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
-        group_size: how many consecutive input features share a scale; None: all.
+        group_size: how many consecutive input features form a group, which shares a scale; None: all.
         method: ``absmax`` makes the largest magnitude the largest value of the grid. ``mse`` searches for the
             scale with the smallest squared rounding error.
 
-    Returns float32 ``[1, 1]``, ``[1, n]`` or ``[g, n]``. Raises DataError if an element is NaN or infinite.
+    Returns float32 ``[1, 1]``, ``[1, n]`` or, for g groups, ``[g, n]``. Raises DataError if an element is NaN
+    or infinite.
     """
     if not np.isfinite(weight).all():
         raise DataError("the matrix holds NaN or infinite values, which have no place on a grid")
@@ -122,7 +123,7 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return float16 scale and offset of a grid on which the integer ``at`` stands for ``value``."""
+    """Return scale and offset, both rounded to float16, of a grid on which ``at`` stands for ``value``."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)
@@ -331,7 +332,8 @@ def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
     """Quantize a layer's ``weight [k, n]`` exactly as quantization-aware training with ``cfg`` rounded it.
-    Returns None if training did not round this layer, or if ``form`` has too few bits."""
+    Returns None if training did not round this layer, or rounded it to more bits than the storage format
+    ``form`` has."""
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
         return None
@@ -373,7 +375,8 @@ def smooth_block(
 
 
 def _after_norms(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield (linear layer, norm whose output it reads) for each norm with a weight."""
+    """Yield (name of the linear layer, name of the norm) for each linear layer that reads the output of a
+    norm. Norms without weights are left out."""
     for name in list(parameters):
         for linear, norm in _NORM_OF.items():
             block, found, _ = name.rpartition(f".{linear}.weight")

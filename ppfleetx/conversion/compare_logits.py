@@ -43,8 +43,8 @@ class Probe:
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a probe whose positions are so small that the rotary angles that transformers computes in
-        float32 are exact enough."""
+        """Return a probe with the same tokens, and positions so small that rotary angles in float32 are
+        accurate."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
@@ -77,8 +77,12 @@ def our_logits(
 
 
 def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
-    """Return the largest absolute difference between two arrays of logits. Raises CheckpointError if it
-    exceeds `TOLERANCE` or a logit is not finite; ``whose`` names the two sources in the message."""
+    """Return the largest absolute difference between two arrays of logits. Raises CheckpointError if the
+    difference is too large or a logit is not finite.
+
+    Args:
+        whose: names the two sources in the message.
+    """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
             f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"

@@ -137,8 +137,13 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """Return ``given``, or if it is None, the network that the source of the weights describes. Raises
-    CheckpointError if there is no such description, or if it contradicts ``given``."""
+    """Return the network of the weights to convert.
+
+    Args:
+        given: the network from the user; None: use the description in the source of the weights.
+
+    Raises CheckpointError if this description is needed but missing, or if it contradicts the user's.
+    """
     described = weights.model
     if given is None:
         needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
@@ -180,7 +185,8 @@ def check_logits(job: Conversion, written: Path, *, python_with_transformers: st
     largest absolute difference.
 
     Args:
-        written: the result of ``job``.
+        job: the conversion.
+        written: the path of its result.
         python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
             them.
 
@@ -214,8 +220,13 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """Return the Python interpreter in which transformers reads ``directory``, or None if there is none.
-    Raises CheckpointError if an interpreter is ``given`` and transformers cannot read the directory."""
+    """Return the path of a Python interpreter in which transformers can read ``directory``, or None.
+
+    Args:
+        given: the interpreter that the user named, if any.
+
+    Raises CheckpointError if the user named an interpreter, but transformers cannot read the directory.
+    """
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(

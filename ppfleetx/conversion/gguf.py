@@ -217,7 +217,7 @@ def _library() -> Any:
 # Opening a file takes seconds if the vocabulary is large.
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """Open a GGUF file. The file that was opened last is cached as long as its ``version`` stays the same."""
+    """Open a GGUF file. The result is cached until another file or another ``version`` is opened."""
     return _library().GGUFReader(path)
 
 

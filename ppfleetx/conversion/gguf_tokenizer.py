@@ -28,8 +28,11 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _gpt4_pattern(digits: str) -> str:
-    """Return the regular expression with which GPT-4 and similar tokenizers split text. ``digits`` is the
-    quantifier for the digits in a piece."""
+    """Return the regular expression with which GPT-4 and similar tokenizers split text.
+
+    Args:
+        digits: the quantifier for the digits in a piece, such as ``{1,3}``.
+    """
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits

@@ -246,7 +246,12 @@ def _canonical_name(name: str, start: int) -> str | None:
 
 
 def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
-    """Convert one rank's slice of the parameter that we call ``name`` from Megatron's layout to ours."""
+    """Convert one rank's slice of a parameter from Megatron's layout to ours.
+
+    Args:
+        name: ppfleetx's name of the parameter.
+        version: Megatron's checkpoint version.
+    """
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
@@ -268,8 +273,12 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of a fused q, k, v parameter by key/value head, as they are since Megatron's
-    checkpoint version 2. ``version`` is the checkpoint version of ``array``."""
+    """Reorder the rows of a fused q, k, v parameter to the order of Megatron's checkpoint version 2, by
+    key/value head.
+
+    Args:
+        version: Megatron's checkpoint version, which tells the order in ``array``.
+    """
     if version >= 2.0:
         return array
     # Version 0 has the order [3, heads, head_dim], version 1 [heads, head_dim, 3].

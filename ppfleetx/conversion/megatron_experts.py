@@ -100,8 +100,12 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Return the parameters to take from the file of expert-parallel rank ``rank`` of ``ep``: its experts,
-    renumbered within the layer, and for rank 0 all other parameters, too."""
+    """Return the parameters to take from the file of one expert-parallel rank: its experts, numbered as in
+    the whole layer, and for rank 0 all other parameters, too.
+
+    Args:
+        ep: the expert-parallel degree.
+    """
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)

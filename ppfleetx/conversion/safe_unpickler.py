@@ -19,7 +19,8 @@ from ppfleetx.config.errors import CheckpointError, shown
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle was refused because it asks for ``wanted``, which is neither an array nor a container."""
+    """A pickle was refused because it asks for something that is neither an array nor a container. ``wanted``
+    is its name."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
@@ -48,8 +49,7 @@ class Record:
 
 
 class Kind:
-    """Base class of the stand-ins for the classes that a pickle names. A pickle cannot set attributes of
-    these stand-ins."""
+    """Base class of our replacements for some classes in a pickle. A pickle cannot set their attributes."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
@@ -129,10 +129,11 @@ class PickledType:
 
 
 class PickledArray:
-    """Stands in for ``numpy.ndarray`` in a pickle; NumPy's own ``__setstate__`` trusts the pickle's data."""
+    """Stands in for ``numpy.ndarray`` in a pickle."""
 
     array = np.empty(0, np.uint8)
 
+    # NumPy's own __setstate__ trusts the pickle's data.
     def __setstate__(self, state: Any) -> None:
         """Make the array from NumPy's pickled state: (version, shape, type, is Fortran order, bytes)."""
         shape, kind, is_fortran, raw = state[-4:]

@@ -46,13 +46,13 @@ _STORAGE_DTYPES = {
 
 
 class StorageKind(Kind):
-    """Base class of the stand-ins for PyTorch's storage classes in a pickle."""
+    """Base class of the classes that replace PyTorch's storage classes when a pickle is read."""
 
     dtype = ""
 
 
 class ElementType(Kind):
-    """Base class of the stand-ins for ``torch.dtype`` values in a pickle."""
+    """Base class of the classes that replace ``torch.dtype`` values when a pickle is read."""
 
     dtype = ""
 
@@ -76,8 +76,11 @@ class TorchTensor(LazyTensor):
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
     """Read the object in a PyTorch file. Its tensors are read lazily.
 
-    Objects of classes whose full names start with one of ``record_prefixes`` become a ``Record``. Raises
-    RefusedPickleError if the file contains objects of other classes; CheckpointError if it is damaged.
+    Args:
+        record_prefixes: prefixes of full class names. Objects of these classes are read as :class:`Record`,
+            which holds their data.
+
+    Raises RefusedPickleError if the file contains objects of other classes; CheckpointError if it is damaged.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -200,8 +203,8 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Return the record of an enum member, which some pickles name as ``getattr(class, name)``. Raises
-    RefusedPickleError for any other use of ``getattr``."""
+    """Stands in for ``getattr`` in a pickle. Some pickles name an enum member as ``getattr(class, name)``;
+    the result is a :class:`Record`. Raises RefusedPickleError for any other call."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

@@ -117,8 +117,12 @@ class Family:
         return nested(made.items())
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the ``config.json`` of this model type that is closest to ``model``. ``values`` is the result
-        of ``resume_policy.network`` for ``model``."""
+        """Make the ``config.json`` of this model type that is closest to ``model``.
+
+        Args:
+            values: the keys of ``model`` that determine the network, as returned by
+                ``resume_policy.network``.
+        """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
             key = ours.split()[0]
@@ -140,8 +144,12 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameter names of a block, ours -> Hugging Face's. ``layers`` has the names without the
-    block's prefix; ``row`` is Hugging Face's prefix, such as ``model.layers.{}``."""
+    """Return the names of a block's parameters, ours -> Hugging Face's, with prefixes.
+
+    Args:
+        row: Hugging Face's prefix of a block, such as ``model.layers.{}``.
+        layers: the names without prefixes, ours -> Hugging Face's.
+    """
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
 
@@ -316,8 +324,12 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """Convert the sliding window of some layers to ``attention_window`` and ``attention_window_layers``.
-    ``every`` is the default period: the last of this many consecutive layers has no window."""
+    """Convert the settings of a sliding window that only some layers use to ``attention_window`` and
+    ``attention_window_layers``.
+
+    Args:
+        every: the period if ``config`` has no ``layer_types``: the last layer of each period has no window.
+    """
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -346,9 +358,9 @@ def pattern(
     """Make a :class:`Feature` for a sliding window that only some layers use.
 
     Args:
-        every: as in :func:`pattern_keys`.
-        period: ``config.json`` keys; the first one that is present replaces ``every``.
-        also: a function of the ``config.json`` and the converted keys, which returns further keys.
+        every: the default period, as for :func:`pattern_keys`.
+        period: ``config.json`` keys that can give another period; the first one that is present is used.
+        also: makes further keys of our ``Model`` section from the ``config.json`` and the converted keys.
     """
 
     def read(config: Config) -> dict[str, Any]:

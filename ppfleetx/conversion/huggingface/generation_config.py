@@ -79,8 +79,12 @@ def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert the generation defaults of a Hugging Face directory to keys of our `Generation` section. Also
-    returns warnings about keys that could not be converted. ``own`` is the directory's
-    ``generation_config.json``, if there is one, and ``config`` its ``config.json``."""
+    returns warnings about keys that could not be converted.
+
+    Args:
+        own: the content of ``generation_config.json``; None if the directory has no such file.
+        config: the content of ``config.json``.
+    """
     keys, lost = _translated(config if own is None else own, is_own_file=own is not None)
     valid, errors = valid_generation_keys(keys)
     notes = [f"generation defaults of the source are left out: {error}" for error in errors]
@@ -91,8 +95,12 @@ def generation_defaults(
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
     """Convert transformers' generation defaults to our keys. Also returns a text for each default that cannot
-    be converted. ``is_own_file`` tells whether ``said`` is a ``generation_config.json``, not a
-    ``config.json``."""
+    be converted.
+
+    Args:
+        said: the content of a ``generation_config.json`` or a ``config.json``.
+        is_own_file: whether it is a ``generation_config.json``.
+    """
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")
     searches = isinstance(beams, int) and beams > 1

@@ -141,8 +141,8 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _norms_of_heads(key: str) -> Feature:
-    """Make a :class:`Feature` for the bool ``key`` of ``config.json``. True is converted to
-    ``qk_layernorm: each_head``, with which every head has its own norm weights."""
+    """Make a :class:`Feature` that converts the bool ``key`` of ``config.json`` to ``qk_layernorm``. True
+    becomes ``each_head``: every head has its own norm weights."""
 
     def read(config: Config) -> dict[str, Any]:
         theirs = config.get(key, False)

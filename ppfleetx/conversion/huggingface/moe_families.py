@@ -32,8 +32,12 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Return the key of our ``Model`` section for experts in all layers except ``dense``:
-    ``moe.first_dense_layers`` or ``moe.layers``."""
+    """Return the key of our ``Model`` section that says which layers have experts: ``moe.first_dense_layers``
+    or ``moe.layers``.
+
+    Args:
+        dense: the numbers of the layers without experts.
+    """
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -212,8 +216,12 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
 def _experts_of_deepseek(
     first_dense: int, read: Callable[[Config], Config] = lambda config: config
 ) -> Feature:
-    """Make a :class:`Feature` for the expert keys of DeepSeek's model types. ``first_dense`` is the default
-    number of leading layers without experts. ``read`` is applied to the ``config.json`` first."""
+    """Make a :class:`Feature` that converts the expert keys of DeepSeek's model types.
+
+    Args:
+        first_dense: the default number of leading layers without experts.
+        read: a function that changes the ``config.json`` before it is converted.
+    """
     return Feature(
         {
             "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",

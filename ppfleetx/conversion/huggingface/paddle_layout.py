@@ -72,7 +72,8 @@ def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
 
 
 def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Return whether linear weights are stored as ``[in, out]``, which is assumed if all are square."""
+    """Return whether linear weights are stored as ``[in, out]``. If all are square, the answer is True.
+    Raises CheckpointError if their shapes contradict each other."""
     found: dict[bool, str] = {}
     for name, (rows, columns) in linears.items():
         if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):

@@ -162,7 +162,8 @@ _WITHOUT_DYNAMIC = (
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that only YaRN has. As in transformers, betas and mscales of 0 count as missing."""
+    """Return the settings that only YaRN has. As in transformers, a beta or mscale of 0 is treated as
+    missing."""
     values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
     values["truncate"] = bool(given.get("truncate", True))
     if given.get("attention_factor") is not None:

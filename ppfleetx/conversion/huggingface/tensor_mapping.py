@@ -26,16 +26,18 @@ _LOAD = "router_load"
 
 @dataclass(frozen=True)
 class Rule:
-    """From which of Hugging Face's tensors one of our parameters is made, and how.
+    """How one of our parameters is made from Hugging Face's tensors.
 
     Attributes:
         ours: the name of our parameter.
-        theirs: the names of Hugging Face's tensors. All parts of one expert come before those of the next.
+        theirs: the names of Hugging Face's tensors, ordered by expert and then by part.
         shape: the shape of our parameter, without vocabulary padding.
-        parts: the parts of a fused parameter; empty if Hugging Face has it fused in the same order.
+        parts: the parts of a fused parameter, such as q, k and v; empty if there is nothing to join or
+            reorder.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
-        num_experts: the number of experts, if they are separate tensors.
-        num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector.
+        num_experts: the number of experts, if each expert has its own tensors; else None.
+        num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector; else
+            None.
     """
 
     ours: str
