@@ -32,7 +32,7 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The sizes or lengths of the ramp in ascending order, without ``full``."""
+        """The batch sizes or sequence lengths before ``full``, in ascending order."""
         return range(self.start, self.full, self.increment)
 
     @property
@@ -41,7 +41,7 @@ class Ramp:
         return self.start < self.full and (self.full - self.start) % self.increment == 0
 
     def size_at(self, consumed: int) -> int:
-        """The batch size or length in a step that begins after ``consumed`` sequences."""
+        """The batch size or sequence length of the step that begins after ``consumed`` sequences."""
         if consumed >= self.samples:
             return self.full
         return self.start + self.increment * (consumed * len(self.sizes) // self.samples)
@@ -68,7 +68,10 @@ class BatchPlan:
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """The number of sequences that the run will have consumed after ``steps`` more steps."""
+        """The number of sequences that a run has consumed in total after ``steps`` further steps.
+
+        ``consumed`` is the number before these steps.
+        """
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1

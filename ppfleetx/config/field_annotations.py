@@ -147,5 +147,5 @@ def names_of_others() -> dict[str, str]:
 
 
 def our_key(name: str) -> str | None:
-    """Find the ppfleetx key for another toolkit's option, such as ``--Tensor-Parallel-Size``, or None."""
+    """Return the key with the meaning of another toolkit's option ``name``; None if there is none."""
     return names_of_others().get(name.strip("-").replace("-", "_").lower())

@@ -69,7 +69,7 @@ def _float_from_text(value: Any) -> Any:
 
 
 def _never(value: Any) -> Any:
-    """Validator that turns 0 and less, FleetX's "never" in keys of intervals, into None."""
+    """Validator that turns an interval of 0 or less into None: both mean never."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return None if is_number and value <= 0 else value
 
@@ -85,7 +85,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Validator that refuses booleans, which would pass as 0 and 1 where these are choices."""
+    """Validator that refuses booleans, which equal 0 and 1, for fields whose choices are numbers."""
     if isinstance(value, bool):
         raise ValueError("(a boolean is not a number)")
     return value

@@ -221,7 +221,7 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 def _task_of_program(tree: Node) -> Iterator[str]:
     """Set ``Model.module`` to the task that the datasets' names imply, and yield warnings.
 
-    In FleetX's later layout, the program that is run names the task, not the file.
+    FleetX's later configuration files do not name the task.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -240,7 +240,7 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Replace -1, FleetX's "no limit", in section ``Engine`` if the run counts epochs. Yields warnings."""
+    """Replace or remove limits of -1 in section ``Engine`` if ``run_mode`` is ``epoch``. Yields warnings."""
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -431,7 +431,8 @@ def _section(tree: Node, name: str) -> dict[str, Node]:
 
 
 def _count(key: str, node: Node) -> int:
-    """Parse an integer of at least 1; a comma after it, as in one of FleetX's files, is ignored."""
+    """Parse an integer of at least 1. A comma after it is ignored."""
+    # One of FleetX's files has such a comma.
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

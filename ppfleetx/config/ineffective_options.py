@@ -51,7 +51,7 @@ class SwitchedOff:
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
     """Make a :class:`SwitchedOff` rule from keys in the form ``Section: key key ...`` or ``Section.key ...``.
 
-    A section in the place of a key stands for all keys in it.
+    The name of a section stands for all keys in it.
     """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
@@ -65,7 +65,7 @@ def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> Switch
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
-    """All keys of the section class ``of`` except ``switch``, as the text that :func:`_off` reads."""
+    """Return the keys of ``section`` without the key ``switch``, in the form that :func:`_off` accepts."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 
@@ -85,7 +85,7 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether the dataset reads records in an order of its own, so that ``sampler.shuffle`` has no effect."""
+    """Whether the dataset orders its records itself, so that ``sampler.shuffle`` has no effect."""
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)
     return traits is not None and traits.kind != "corpus" and (mode != "Train" or traits.shuffled)
@@ -343,7 +343,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_preset(place: str) -> bool:
-    """Whether a value is from a file that the user did not write: shipped, or in a checkpoint or a model."""
+    """Whether a value comes from a shipped configuration, a checkpoint or a model, not from the user."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])

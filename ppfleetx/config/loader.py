@@ -119,7 +119,7 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Add the plugins of ``--plugin`` to ``Global.plugins``, because ``cfg`` may use what they register."""
+    """Return ``cfg`` with the plugins of the option ``--plugin`` added to ``Global.plugins``."""
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg

@@ -101,7 +101,10 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups of global ranks that differ only along ``axes``, which must belong to one view."""
+        """All groups of global ranks that differ only along ``axes``.
+
+        All of ``axes`` must be axes of dense parameters, or all must be axes of experts.
+        """
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

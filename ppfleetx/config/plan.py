@@ -346,10 +346,8 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether :func:`enumerate_plans` also lists ``plan`` with offload to host memory.
-
-    Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
-    """
+    """Whether :func:`enumerate_plans` also lists ``plan`` with offload to host memory."""
+    # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
         plan.sharding_stage > 1
         and plan.dp == plan.sep == 1
@@ -382,7 +380,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return ``plan`` with the highest legal degree of expert parallelism up to that of ``like``."""
+    """Return ``plan`` with the highest legal ``ep`` that divides the ``ep`` of the plan ``like``."""
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))

@@ -19,7 +19,8 @@ class CallbackTraits:
     """What must be known about a callback of the training loop before it is imported.
 
     Attributes:
-        ranks: ``main``: rank 0; ``loss``: rank 0 and a rank that computes the loss; ``all``: every rank.
+        ranks: the ranks that run the callback. ``main`` is rank 0 alone, ``loss`` is rank 0 and a rank that
+            computes the loss, and ``all`` is every rank.
     """
 
     ranks: Literal["main", "loss", "all"] = "main"
@@ -33,7 +34,7 @@ class LoggerTraits:
         package: the library that the writer imports, or None.
         extra: the pip extra of ppfleetx that installs the library.
         options: the option names that the writer accepts; None: the writer checks them itself.
-        callback: the callback that does the writing, for a logger that is not a ``LogWriter``.
+        callback: the name of the callback that writes the metrics if the writer is not a ``LogWriter``.
     """
 
     package: str | None = None
@@ -54,8 +55,8 @@ class ModuleTraits:
         offline_evaluation: whether ``ppfleetx eval`` uses the task for section ``Offline_Eval``.
         for_generation: whether the task generates text, so ``Generation.max_dec_len`` is checked.
         refused_axes: the axes of a parallel plan that the task does not support, e.g. ``("pp", "sep")``.
-        measure: deprecated, use ``BasicModule.evaluator``: a function that is called with ``(module, ctx,
-            has_labels=...)`` and returns an evaluator, or its ``package.module:attribute``.
+        measure: deprecated, use ``BasicModule.evaluator``. A function that is called with ``(module, ctx,
+            has_labels=...)`` and returns an evaluator, or the text ``package.module:attribute``.
     """
 
     trains: bool = True

@@ -87,7 +87,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The part registered under this name, or the text that names it, without importing anything."""
+        """The object registered under this name, or the text that names it. Nothing is imported."""
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
@@ -134,7 +134,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def hint(self, name: str) -> str:
-        """The end of a message about an unknown name: near names, and how to make a plugin known."""
+        """Return advice about an unknown name: similar names, and the option ``--plugin``."""
         near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         return f"({meant}a name of your own is known when --plugin names the module that registers it)"

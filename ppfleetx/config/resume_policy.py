@@ -14,7 +14,7 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 class Effect(Enum):
-    """What a key affects. The text of each member says what happens when a resumed run changes such a key."""
+    """What a configuration key affects, and what happens if a resumed run changes the key."""
 
     SHAPE = "Which parameters there are. Weights that do not fit are refused."
     FUNCTION = (
@@ -212,7 +212,7 @@ def network(
 
 
 def first_difference(key: str, then: Any, now: Any) -> Change:
-    """Return the first key at which two values of ``key`` differ. For sections, it is a key in them."""
+    """Return the first difference between two values of ``key``. Sections are compared key by key."""
     while isinstance(then, Section) and isinstance(now, Section):
         name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
         key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
@@ -220,9 +220,10 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
-    """List the configuration keys with the given effects that differ between a checkpoint and ``cfg``.
+    """List the keys that have different values in a checkpoint and in ``cfg``.
 
-    ``saved`` is the configuration in the checkpoint's manifest.
+    Only keys with one of the ``effects`` are compared. ``saved`` is the configuration in the checkpoint's
+    manifest.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)

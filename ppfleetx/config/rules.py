@@ -109,7 +109,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
-    """The sizes that a parallel plan must divide evenly, from ``model`` and the arguments (None: unknown)."""
+    """The sizes that a parallel plan must divide evenly. A size whose argument is None is unknown."""
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,
@@ -137,7 +137,7 @@ def expert_message_bytes(cfg: RunConfig) -> float:
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
-    """Yield the rules that ``plan`` breaks with one of the sequence lengths of the run."""
+    """Yield each rule that ``plan`` breaks because of a sequence length of the run."""
     written_as = CONFIG_KEYS["seq_len"]
     for key, length in used_lengths(cfg).items():
         for broken in violations(plan, Workload(seq_len=length)):
@@ -147,7 +147,7 @@ def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]
 
 
 def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each length of data or generated text that exceeds the model's positions."""
+    """Yield an error for each length of data or generated text that exceeds ``max_position_embeddings``."""
     longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
     for key, length in used_lengths(cfg).items():
         if length > longest:

@@ -29,12 +29,13 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """Return the path that ``given`` names: an existing file or directory, or a shipped configuration.
+    """Return the path of a configuration, given as a path or as the name of a shipped configuration.
 
-    The folder and the ending ``.yaml`` of a shipped configuration may be left out.
+    The folder and the ending ``.yaml`` of a shipped configuration may be left out. An absolute path, or one
+    that ends in ``.yaml`` or ``.yml``, is returned even if it does not exist.
 
     Raises:
-        ConfigError: ``given`` is none of these, and does not look like the path of a file.
+        ConfigError: there is no such file, directory or shipped configuration.
     """
     given = Path(given)
     if os.path.lexists(given):

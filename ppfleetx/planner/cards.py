@@ -142,9 +142,9 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """Return the card in ``cards.yaml`` for a device name: A100 for ``NVIDIA A100-SXM4-80GB``; else None.
+    """Return the card in ``cards.yaml`` for a device such as ``NVIDIA A100-SXM4-80GB``; None if unknown.
 
-    PCIe cards of the same name are slower; users set `Global.peak_tflops` for them.
+    A PCIe card gets the constants of the faster SXM card. Users can correct the peak by `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     return next((name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU), None)

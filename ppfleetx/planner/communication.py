@@ -99,7 +99,10 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return the number of tensor-parallel groups of a node that use its network independently."""
+    """Return how many tensor-parallel groups on a node communicate independently of each other.
+
+    It is 1 if all groups on the node communicate at the same time.
+    """
     # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
     # the same time.
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node

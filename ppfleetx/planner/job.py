@@ -89,7 +89,7 @@ class Job:
         moments: mean number of optimizer states per trained parameter, such as 2 for AdamW.
         flash: whether attention uses flash attention.
         async_save: whether checkpoints are written in the background, from a copy in host memory.
-        kernels: the implementation to predict, ours for a kind of device or Megatron-LM's (``fused``).
+        kernels: the implementation to predict, see :data:`ppfleetx.nn.cost.Kernels`.
         flat_states: whether sharding cuts optimizer states into equal parts, as DeepSpeed's ZeRO does.
         fragments: share of the allocated memory lost to fragmentation; None: the default for ``kernels``.
     """

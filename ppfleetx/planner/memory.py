@@ -125,7 +125,7 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """Return the peak bytes while the model is built, which needs ``kept`` bytes when it is finished."""
+    """Return the peak bytes while the model is built. The finished model needs ``kept`` bytes."""
     # A 16-bit parameter is initialized in float32. These values add to the peak only if they do not stay as
     # the master copy, which ``kept`` includes.
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
@@ -195,7 +195,7 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of a pipeline stage, or of its largest virtual stage, in order."""
+    """Return the layers of the largest virtual stage of pipeline stage ``stage``, in order."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:

@@ -30,7 +30,8 @@ class Held:
         stored: bytes of quantized weights held between steps.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: pairs (number of elements up to the last parameter of a size, this size).
+        fills: one pair (n, size) for each parameter size, where n is the number of elements up to the end of
+            the last parameter of this size.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.

@@ -30,10 +30,14 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse a parallel plan such as ``dp=4,mp=8``; settings that it does not give are taken from ``own``.
+    """Parse the text of a parallel plan, such as ``dp=4,mp=8``.
+
+    Args:
+        own: the plan from which settings that the text does not give are taken.
+        option: the command-line option that gave the text, for messages.
 
     Raises:
-        ConfigError: a word is unknown, or its value is not allowed. The message names ``option``.
+        ConfigError: a word is unknown, or its value is not allowed.
     """
     given = _parse(words, option)
     values: dict[str, object] = {

@@ -60,7 +60,7 @@ class Prediction:
     def quickly_at_least(self) -> float:
         """A lower bound of :attr:`quickly_at_most`, in seconds, which is faster to compute.
 
-        It is the same estimate for the passes and pipeline messages alone, without the work after them.
+        It counts the passes and pipeline messages of a step, but not the work after them.
         """
         return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
 

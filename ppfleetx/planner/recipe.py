@@ -178,10 +178,9 @@ def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Return whether Muon, which updates whole matrices, suits the predicted plan.
-
-    Under tensor parallelism with offload, it would have to assemble each matrix in host memory.
-    """
+    """Return whether the parallel plan of ``prediction`` suits the optimizer Muon."""
+    # Muon updates whole matrices. Under tensor parallelism with offload, it would have to assemble them in
+    # host memory.
     plan = prediction.job.plan
     return plan.mp == 1 or not plan.sharding_offload
 

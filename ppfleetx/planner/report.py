@@ -144,7 +144,12 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """Say whether a run that needs ``needed`` bytes fits on a card that has ``there`` bytes."""
+    """Return a text that says whether a run fits into the memory of a card.
+
+    Args:
+        needed: the bytes that the run needs.
+        there: the bytes of the card that the run can use.
+    """
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"
     return (

@@ -68,7 +68,7 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return the seconds for the sequences of a batch-size ramp: with the ramp, and with full batches.
+    """Return how many seconds the sequences of a batch-size ramp take: with the ramp, and with full batches.
 
     Raises:
         ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.
@@ -90,7 +90,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """The options of ``ppfleetx plan`` about the whole run. One that is not given is None or empty."""
+    """The options of ``ppfleetx plan`` about the whole run, such as ``--mtbf``."""
 
     price: float | None
     node_mtbf_hours: float | None

@@ -127,7 +127,7 @@ class _Search:
         return not every_fits
 
     def _all_fit(self, fitted: Job) -> bool:
-        """Try ``fitted`` with each kind of recompute, and keep the best candidates.
+        """Try a job with each kind of recompute, and keep the best candidates.
 
         Returns False if one of them is found not to fit into memory.
         """

@@ -1,7 +1,7 @@
 """Predict the time of one optimizer step under a parallel plan, part by part.
 
-Communication that overlaps with computation counts only as far as it takes longer, and is assumed not to slow
-the computation down.
+Communication that overlaps with computation is assumed not to slow it down. It counts only by the time that
+it takes longer than the computation.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds of the busiest pipeline stage by kind of work; ``recompute`` is contained in others.
+        parts: seconds of the busiest pipeline stage by kind of work. The time of ``recompute`` is also
+            included in other kinds, such as ``matmul``.
         timeline: the simulated passes of the pipeline.
         bubble: the share of the passes' time in which a stage is idle on average.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
@@ -248,7 +249,11 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return the seconds after the passes: for gradients, optimizer update, parameters, and in total."""
+    """Return four times in seconds, for the work after the passes of a step.
+
+    They are the times of the gradient reduction, of the optimizer update and of sending the updated
+    parameters, and their total.
+    """
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -359,7 +364,7 @@ _SCORES_STREAMED = 0.2
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
-    """Return the total time of operations, each given as (operation, FLOPs, bytes moved, kernels)."""
+    """Return the total time of operations, each given as (operation, FLOPs, bytes moved, kernel count)."""
     card, dtype = cluster.card, job.precision.compute
     matmul = memory = 0.0
     for o, flops, moved, kernels in costs:

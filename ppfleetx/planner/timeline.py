@@ -119,7 +119,7 @@ class _Stages:
         self._spans: list[Span] = []
 
     def simulate(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
-        """Run the passes of all stages in the given order per stage.
+        """Simulate the passes of a step, where ``orders[s]`` lists those of pipeline stage s in order.
 
         Each pass starts when its stage is free and its input has arrived.
         """
@@ -174,7 +174,7 @@ class _Stages:
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
     """Return the passes of a stage under ZB-H1, in order, as (is forward, virtual stage, micro batch).
 
-    For a pass that computes weight gradients, the virtual stage is ``_WEIGHTS``.
+    The virtual stage is 0, or ``_WEIGHTS`` for a pass that computes weight gradients.
     """
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
@@ -200,7 +200,7 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """Return (virtual stage, micro batch) of a stage's forward (or backward) pass number ``k``."""
+    """Return (virtual stage, micro batch) of a stage's ``k``-th forward or backward pass, counted from 0."""
     if num_chunks == 1:
         return 0, k
     # Each virtual stage computes num_stages micro batches before the next one takes its turn.

@@ -72,9 +72,9 @@ class Utilization:
     peak_of: str
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """Return TFLOP/s per device in a step of ``seconds``, and their share of the peak (MFU), from 0 to 1.
+        """Return TFLOP/s per device and MFU (from 0 to 1) of a step that takes ``seconds``, by metric name.
 
-        The shares are left out if the peak is unknown. FLOPs are counted in the ways of :class:`StepFlops`.
+        Each is given for the three counts in :class:`StepFlops`. MFU is left out if the peak is unknown.
         """
         kinds = (
             ("", "mfu", "full"),

@@ -33,12 +33,12 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """The recorded origin of values from a model's directory: ``the model in DIRECTORY``."""
+    """The text that messages show as the place of values from a model's directory."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether ``place`` is a model's directory (see :func:`model_in`), not a configuration file."""
+    """Whether ``place`` was made by :func:`model_in`, i.e. the values come from a model's directory."""
     return place.startswith(_OF_A_MODEL)
 
 
@@ -176,7 +176,7 @@ class _Tree:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert a PyYAML node and all below it. ``path`` has its keys and indices, for messages."""
+        """Convert a PyYAML node and all below it. ``path`` is its place in the tree, as keys and indices."""
         where = self._where(node)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)

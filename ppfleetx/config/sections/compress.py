@@ -187,8 +187,8 @@ class WeightsConfig(Section):
 class PruneConfig(Section):
     """Structured pruning in training: the heads and feed-forward units with the smallest weights stay zero.
 
-    The same number of heads and units is pruned in each layer, and key/value heads with their query heads.
-    `ppfleetx prune` removes them from the checkpoint afterwards.
+    The same number of heads and units is pruned in each layer. A key/value head is pruned together with its
+    query heads. `ppfleetx prune` removes them from the checkpoint afterwards.
 
     If `end_step` is null, the share `ratio` is pruned after `begin_step` steps. Otherwise, the share pruned
     after t steps is `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).

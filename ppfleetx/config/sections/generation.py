@@ -45,8 +45,9 @@ JsonSchema = Annotated[dict[str, Any], Says("a JSON schema (a mapping)")]
 
 
 class StructuredOutputs(Section):
-    """The format that generated text must have; give exactly one key. It needs the package llguidance (`pip
-    install 'ppfleetx[structured]'`).
+    """The format that generated text must have. Exactly one key must be set.
+
+    It needs the package llguidance (`pip install 'ppfleetx[structured]'`).
     """
 
     json_schema: JsonSchema | None = None
@@ -117,7 +118,7 @@ class TokenOptions(Section):
 
 
 class GenerationConfig(TokenOptions):
-    """How text is generated: strategy, lengths, end, prompts."""
+    """How text is generated: decoding strategy, lengths, end tokens and prompts."""
 
     decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
     """Take the most likely token, sample a token, or run beam search."""
@@ -177,9 +178,9 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first key that is set but used only by another decoding strategy, and this strategy.
+        """Return the first of ``keys`` that is set but has no effect under ``decode_strategy``.
 
-        Returns None if there is no such key.
+        The result is the pair (key, the strategy that uses it), or None if there is no such key.
         """
         # A seed changes nothing without sampling, so it does not count.
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
@@ -268,8 +269,9 @@ class TensorRTConfig(Section):
 
 
 class InferenceConfig(Section):
-    """How `ppfleetx infer` runs an exported model. Options of generation that section `Generation` does not
-    set are taken from the export.
+    """How `ppfleetx infer` runs an exported model.
+
+    Options of generation that section `Generation` does not set are taken from the export.
     """
 
     model_dir: PathText = "./output"
@@ -340,8 +342,10 @@ API_KEY_VARIABLE = "PPFLEETX_API_KEY"
 
 
 class ServeConfig(Section):
-    """The HTTP server of `ppfleetx serve`. Each request brings its own options of generation, with the
-    defaults of OpenAI's API. Of section `Generation`, the server uses only `eos_token_id`.
+    """The HTTP server of `ppfleetx serve`.
+
+    Each request brings its own options of generation, with the defaults of OpenAI's API. Of section
+    `Generation`, the server uses only `eos_token_id`.
     """
 
     host: Name = "127.0.0.1"

@@ -319,10 +319,7 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """The section ``moe`` in a standard spelling, for comparing networks; None if the model is dense.
-
-        See :meth:`MoEConfig.of_network`.
-        """
+        """The result of :meth:`MoEConfig.of_network` for section ``moe``; None if the model is dense."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -378,7 +375,7 @@ class ModelConfig(Section):
 
     @property
     def head_normalization(self) -> str:
-        """The kind of norm that ``qk_layernorm`` applies to queries and keys, as in ``normalization``."""
+        """The name of the norm that ``qk_layernorm`` applies to queries and keys, such as ``RMSNorm``."""
         without_bias = self.qk_layernorm == "each_head" and self.normalization == "LayerNorm"
         return "LayerNormNoBias" if without_bias else self.normalization
 

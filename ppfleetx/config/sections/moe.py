@@ -53,7 +53,7 @@ class RouterConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """An MLP, as wide as all shared experts together, that every position uses in addition to its experts."""
+    """An MLP that every position uses in addition to its experts, as wide as all shared experts together."""
 
     ffn_size: Size
     """Inner width."""
@@ -138,10 +138,7 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """Return a copy in a standard spelling, for comparing networks.
-
-        Keys that matter only in training have their default values.
-        """
+        """Return a copy for comparing networks. Sections that describe the same network give equal copies."""
         default = type(self).model_fields
         return self.model_copy(
             update={

@@ -109,7 +109,7 @@ class GradClipConfig(Section):
 class WeightDecayScheduleConfig(Section):
     """Weight decay that changes over the run, from `start` to `end`.
 
-    Step n of N has the value at n / N of the curve.
+    Step n of N has the value at the fraction n / N of the curve from `start` to `end`.
     """
 
     start: NonNegativeFloat
@@ -197,7 +197,7 @@ class ParamGroupConfig(Section):
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
-        """Whether a parameter matches this group's name patterns and kinds."""
+        """Whether the group contains a parameter of this name and kind (``bias``, ``norm``, ...)."""
         if self.kinds and kind not in self.kinds:
             return False
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)

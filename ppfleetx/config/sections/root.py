@@ -117,9 +117,9 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
-    """Make one configuration per named set in ``Data.<mode>``, as {name: configuration} in the file's order.
+    """Return a configuration for each data set in ``Data.<mode>.sets``, by the set's name, in order.
 
-    Without named sets, the result is ``{None: cfg}``; if ``Data.<mode>`` is null, it is empty.
+    Without ``sets``, the result is ``{None: cfg}``. It is empty if ``Data.<mode>`` is null.
     """
     section = getattr(cfg.Data, mode)
     if section is None:
