@@ -24,8 +24,9 @@ _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the index.
-    With ``each_pass``, every backward pass sends all buckets, otherwise only the last of a step."""
+    """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the bucket's
+    index. With ``each_pass``, all buckets are sent in every backward pass, otherwise only in the last one of
+    a step."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Mark the gradients of ``parameters`` as complete for the first ``passes`` backward passes of the
+        """Declare that the gradients of ``parameters`` include the first ``passes`` backward passes of the
         step, and send the buckets that are now complete. Missing gradients are sent as zero."""
         for parameter in parameters:
             key = id(parameter)

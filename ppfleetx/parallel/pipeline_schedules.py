@@ -46,12 +46,12 @@ class _Sent:
 
 
 class ListedPipeline(PipelineParallel):
-    """A Paddle pipeline that trains from a list of passes, and evaluates with Paddle's schedule.
+    """A Paddle pipeline that trains with the schedule ZB-H1 or 1F1B, and evaluates with Paddle's schedule.
 
     Args:
         model: the stages of this rank.
-        matmul: multiplies by the weights of these stages. The schedule is ZB-H1 if it defers weight
-            gradients, else 1F1B.
+        matmul: computes the products with these stages' weights. If it defers weight gradients, the schedule
+            is ZB-H1, otherwise 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:

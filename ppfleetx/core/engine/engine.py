@@ -237,8 +237,8 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next batch. Return (micro batches, None), or (None, error), because the other ranks must
-        learn of an error before this rank stops."""
+        """Read the next batch. Return (micro batches, None), or (None, error). The error is not raised here,
+        so that all ranks can stop together."""
         if self._callback_error is not None:
             return None, self._callback_error
         try:

@@ -111,8 +111,8 @@ class TrainingLength:
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
-        """Return whether a run that is now at ``state`` will finish ``step`` in pass ``epoch`` over the
-        training split, and so may save a checkpoint named after them."""
+        """Return whether a run that continues from ``state`` will complete optimizer step ``step`` in epoch
+        ``epoch``, and so may save a checkpoint with this name."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

@@ -148,8 +148,8 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The request parameter that asks for structured output, and the form of the output (None: free
-        text)."""
+        """The name and the value of the request parameter for structured output. A value of None means free
+        text."""
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs

@@ -49,7 +49,7 @@ class ServedModel:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Remove sequence i from the batch unless ``kept[i]``. Returns the number of removed ones."""
+        """Remove sequence i from the batch unless ``kept[i]``. Returns how many were removed."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -88,7 +88,7 @@ class Scheduler:
     # ---- called by the HTTP side, in any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread that runs the model. Events are delivered in ``loop``."""
+        """Start the thread that runs the model. It delivers events to the event loop ``loop``."""
         self._loop = loop
         self._thread.start()
 

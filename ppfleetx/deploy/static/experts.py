@@ -56,8 +56,9 @@ class GroupedMatrix:
 
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Repeat row e of ``values`` [experts, outputs] for all rows of expert e. Returns [rows, outputs].
-    ``counts`` has the number of rows of each expert."""
+    """Return the row ``values[e]`` for each row of ``x``, where e is its expert. ``values`` is [experts,
+    outputs], the result [rows, outputs]. Rows are sorted by expert, and ``counts`` has each expert's number
+    of rows."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
@@ -121,7 +122,8 @@ class _CountsOnDevice(RoundTrip):
 
 
 class ProgramExchange(ExpertExchange):
-    """The expert exchange of an exported program. Numbers of rows per expert stay on the device."""
+    """The expert exchange of an exported program. The program has one process, so hidden states are not
+    moved. The number of tokens per expert stays on the device."""
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)

@@ -183,8 +183,8 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop the records after ``step`` from a metrics file, and the loss spikes in samples beyond the first
-    ``consumed``."""
+    """Drop the records after ``step`` from a metrics file. Also drop loss spikes whose samples come after the
+    first ``consumed`` samples of the run."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
