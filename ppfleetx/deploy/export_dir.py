@@ -236,8 +236,8 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary. With
-    oneDNN, it fails in Paddle 3.3.1 with an exception without a message. Sampling with top-k works."""
+    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary, without
+    top-k, which fails in Paddle 3.3.1 with oneDNN."""
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "

@@ -147,8 +147,9 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``, each with one dtype and one ``key``. Return (key,
-    parameters) pairs. A parameter of ``nbytes`` or more gets a bucket of its own."""
+    """Split parameters into buckets of up to ``nbytes``. All parameters of a bucket have the same dtype and
+    the same value of ``key``. A parameter of ``nbytes`` or more gets a bucket of its own. Return (value of
+    ``key``, parameters) pairs."""
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:

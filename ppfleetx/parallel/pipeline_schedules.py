@@ -119,8 +119,8 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """Run the backward pass of the oldest micro batch in progress. Return the gradient of the stage's
-        input. ZB-H1 defers weight gradients."""
+        """Run the backward pass of the oldest micro batch in progress, in ZB-H1 without the weight gradients.
+        Return the gradient of the stage's input."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()

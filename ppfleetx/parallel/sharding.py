@@ -1,8 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Each whole parameter has one owner. From stage 1 on, only the owner keeps its optimizer states and updates it.
-From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3, only the owner keeps
-its values between uses (``zero3.py``).
+Parameters are not split further: each one has one owner. From stage 1 on, only the owner keeps its optimizer
+states and updates it. From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3,
+only the owner keeps its values between uses (``zero3.py``).
 """
 
 from __future__ import annotations

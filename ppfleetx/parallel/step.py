@@ -315,8 +315,9 @@ class StepRunner(ABC):
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Return whether to apply the update. With float16, all ranks skip a step that overflowed, and the
-        loss scale shrinks. Raises NonFiniteError if it cannot shrink."""
+        """Return whether to apply the update; False if float16 gradients overflowed. Raises NonFiniteError if
+        the loss scale cannot shrink any more or, without loss scaling, if the loss or the gradient norm is
+        not finite."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:

@@ -39,7 +39,8 @@ class Run(Protocol):
 
     @property
     def utilization(self) -> Utilization | None:
-        """Computes TFLOP/s and MFU from the time of a step. None if the FLOPs of the model are unknown."""
+        """The :class:`Utilization` that computes TFLOP/s and MFU from the time of a step. None if the FLOPs
+        of the model are unknown."""
 
     def callback_states(self) -> dict[str, Any]:
         """Return this rank's callback states by name. Raises CheckpointError if one is not made of JSON

@@ -218,8 +218,8 @@ class Answer(ABC):
         example because a UTF-8 character is incomplete."""
 
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        """Build the JSON body around ``choices``, for a whole response or (``is_piece``) a chunk of a
-        stream."""
+        """Build the JSON body around ``choices``, for a whole response or, with ``is_piece``, for a chunk of
+        a stream."""
         body: dict[str, Any] = {
             "id": self.answer_id,
             "object": self.piece_name if is_piece else self.object_name,

@@ -300,7 +300,7 @@ class Scheduler:
             self._keep(model, [not row.work.cancelled for row in model.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take the prompts from the queue that can join the batch now, in order."""
+        """Remove the prompts that can join the batch now from the queue, and return them in order."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:

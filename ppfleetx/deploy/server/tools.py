@@ -46,7 +46,7 @@ def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
     """Return the structured output that ``tool_choice`` demands; None if the model may also answer without a
-    call. Without ``several``, only one call is allowed. Raises ValueError for an unknown tool."""
+    call. ``several`` is whether more than one call is allowed. Raises ValueError for an unknown tool."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -109,7 +109,7 @@ class AnswerText:
         return sure
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """End the answer. Returns the held-back text that is in no tool call, and the calls in OpenAI's
+        """End the answer. Returns the rest of the text before the first tool call, and the calls in OpenAI's
         format."""
         begin, calls = self._calls()
         content = self._text[: begin if calls else None]

@@ -25,7 +25,8 @@ class LoopCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         """Append ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head size],
-        to the keys and values of one layer. Returns the result. The layers must be updated in order."""
+        to the keys and values of one layer. Returns the result. Call it once for each layer, in model
+        order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -73,7 +74,7 @@ class RoomCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Write ``key`` and ``value`` of one new position, [sequences, key/value heads, 1, head size], into
-        the memory of one layer. The layers must be updated in order."""
+        the memory of one layer. Call it once for each layer, in model order."""
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)

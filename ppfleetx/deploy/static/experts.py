@@ -38,8 +38,9 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
-        [rows, outputs]. ``counts`` has the number of rows of each expert; ``bias`` is [experts, outputs]."""
+        """Apply to each row of ``x`` the linear layer of its expert. ``x`` is [rows, inputs], sorted by
+        expert, and the result [rows, outputs]. ``counts`` has the number of rows of each expert; ``bias`` is
+        [experts, outputs]."""
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
@@ -64,10 +65,10 @@ def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Ten
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply the rows of each expert by its matrix.
+    """Multiply each row of ``x`` by the matrix of its expert.
 
     Args:
-        x: [rows, inputs], sorted by expert.
+        x: [rows, inputs], the hidden states of tokens, sorted by expert.
         weight: [experts, inputs, outputs].
         counts: number of rows of each expert.
 
@@ -106,8 +107,8 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
-        [rows, outputs]. ``counts`` has the number of rows of each expert."""
+        """Apply to each row of ``x`` the linear layer of its expert. ``x`` is [rows, inputs], sorted by
+        expert, and the result [rows, outputs]. ``counts`` has the number of rows of each expert."""
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:

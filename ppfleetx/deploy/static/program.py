@@ -426,7 +426,7 @@ class GenerationProgram(nn.Layer):
     def _sample(
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
-        """Sample a token per row from ``logits [b, V]`` with top-k and top-p, as
+        """Sample a token for each sequence from ``logits [b, V]`` with top-k and top-p, as
         :func:`~ppfleetx.generation.processors.candidates` and ``draw`` do outside of programs."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)

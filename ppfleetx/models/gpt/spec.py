@@ -376,7 +376,8 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
 
 def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> BlockSpec:
-    """Return a copy of the block with another attention window, and rotary positions only if ``rotates``."""
+    """Return a copy of the block with the given attention window. If ``rotates`` is False, the copy has no
+    rotary positions."""
     attention = replace(block.attention, window=window)
     if not rotates and isinstance(attention, AttentionSpec):
         attention = replace(attention, rotary_size=None)

@@ -228,8 +228,8 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Callback that passes the numbers of each record to the log writers ``writers``, which are given by
-    name."""
+    """Callback that passes the numbers of each record to the log writers. ``writers`` maps their names to
+    them."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
