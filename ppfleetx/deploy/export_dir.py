@@ -85,19 +85,20 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """Name of the program file that uses our C++ operators for matrices in panels of ``width`` columns."""
+    """Name of the program file that uses our C++ operators. Its matrices are stored in groups of ``width``
+    columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices in
-    panels of ``width`` columns."""
+    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices. They
+    are stored in groups of ``width`` columns."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation,
-    with matrices in panels of ``width`` columns."""
+    """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation.
+    Its matrices are stored in groups of ``width`` columns."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 
@@ -235,8 +236,8 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary. With
-    oneDNN, it fails in Paddle 3.3.1 with an exception without a message. Sampling with top-k works."""
+    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary, without
+    top-k, which fails in Paddle 3.3.1 with oneDNN."""
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "

@@ -24,8 +24,9 @@ _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the index.
-    With ``each_pass``, every backward pass sends all buckets, otherwise only the last of a step."""
+    """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the bucket's
+    index. With ``each_pass``, all buckets are sent in every backward pass, otherwise only in the last one of
+    a step."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Mark the gradients of ``parameters`` as complete for the first ``passes`` backward passes of the
+        """Declare that the gradients of ``parameters`` include the first ``passes`` backward passes of the
         step, and send the buckets that are now complete. Missing gradients are sent as zero."""
         for parameter in parameters:
             key = id(parameter)
@@ -146,8 +147,9 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``, each with one dtype and one ``key``. Return (key,
-    parameters) pairs. A parameter of ``nbytes`` or more gets a bucket of its own."""
+    """Split parameters into buckets of up to ``nbytes``. All parameters of a bucket have the same dtype and
+    the same value of ``key``. A parameter of ``nbytes`` or more gets a bucket of its own. Return (value of
+    ``key``, parameters) pairs."""
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:

@@ -45,8 +45,8 @@ class GradientSync:
         tied_group: process group of the pipeline ranks with copies of the tied parameters; None on other
             ranks.
         has_experts: whether any rank has parameters of experts.
-        sharding: the owners of parameters, which alone need gradients; None: all ranks need all gradients.
-        values: with sharding, sends updated values from their owners.
+        sharding: reduces the gradient of each parameter to its owner; None: all ranks get all gradients.
+        values: sends parameter values from their owners; None without sharding.
         bucket_bytes: approximate size of the reductions that overlap the backward pass; None: no overlap.
     """
 
@@ -86,8 +86,8 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Return (process group, parameters) pairs, in the order in which gradients are summed over the
-        groups. ``axes_of`` returns the axes of each group of a parameter."""
+        """Return (process group, parameters) pairs, in the order in which their collectives run. ``axes_of``
+        returns the process groups of a parameter, each as a tuple of axes."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -98,8 +98,8 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """Build the reductions over replicas that overlap the backward pass. Returns None with sharding, or
-        if there are no replicas."""
+        """Build the gradient reductions over the ``dp`` and ``sep`` axes that overlap the backward pass.
+        Returns None if both have size 1, or with sharding, which reduces gradients itself."""
         if self._sharding is not None:
             return None  # `Sharding` reduces gradients to their owners
         replicas = tuple(axis for axis in DENSE.replicas if self._ctx.size_of(axis) > 1)
@@ -118,8 +118,8 @@ class GradientSync:
                 sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
-        """Complete the gradients of this rank's parameters after the backward passes: reduce them to owners,
-        and sum them over sequence parts, replicas and copies of tied weights."""
+        """Finish the gradient reduction after the backward passes. Afterwards, the gradient of each parameter
+        is that of the whole job; with sharding, only on the parameter's owner."""
         if self._sums is not None:
             self._sums.finish()
         if self._sharding is not None:
@@ -152,8 +152,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return ``chosen(...)`` for a parameter and this rank. ``chosen`` is :func:`counts` or
-        :func:`writes` of ``nn/param_spec.py``."""
+        """Return whether this rank counts ``parameter`` in the norm or writes it to a checkpoint, depending
+        on ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -161,13 +161,14 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of the parameters that expect one; zero if it is missing."""
+    """Return the gradients of the parameters that are in use. A gradient that no backward pass produced is
+    zero."""
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
-    """Create the process groups that the whole model needs, a collective over the job. Return the context
-    with them, and whether the model has experts."""
+    """Create the process groups that the model's parameters need. All ranks must call it. Returns ``ctx``
+    with these groups, and whether the model has experts."""
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:
         needed = sorted({tuple(axes) for of_rank in gather(ctx, needed) for axes in of_rank})

@@ -210,13 +210,16 @@ def initialize_parameters(
     *,
     masters_on_host: bool = False,
 ) -> dict[str, paddle.Tensor]:
-    """Allocate each empty parameter that this rank holds, and fill it with its initial value. Return the
-    float32 values of ``with_masters`` by canonical name, for master weights.
+    """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
     Args:
         seed: seed of the initial values; None if a checkpoint will be loaded.
+        with_masters: parameters that need float32 master weights.
         sharding: decides which values this rank keeps; None keeps all.
         masters_on_host: whether the returned values are in host memory.
+
+    Returns:
+        The initial float32 values of the parameters ``with_masters`` that this rank owns, by canonical name.
     """
     masters: dict[str, paddle.Tensor] = {}
     wanted = {id(p) for p in with_masters if sharding is None or sharding.owns(p)}

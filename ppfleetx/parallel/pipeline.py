@@ -32,8 +32,8 @@ _INPUTS = ("tokens", "position_ids", "document_start")  # inputs of the first st
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
-    """Return the index of the first stage of each chunk, and ``num_stages`` as the last element. Chunk c is a
-    run of stages on pipeline rank ``c % pp``."""
+    """Return the index of each chunk's first stage, followed by ``num_stages``. Chunk c consists of
+    consecutive stages, and is on pipeline rank ``c % pp``."""
     # The first chunk also has the embedding, and the last one the final norm and the head.
     ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
     return [0, *ends[:-1], num_stages]
@@ -70,8 +70,8 @@ class IdentityStage(paddle.nn.Layer):
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's pipeline container, with chunks of different numbers of layers as ``plan`` divides them. Its
-    parameters are created without memory."""
+    """Paddle's pipeline container, divided into chunks by ``plan``. Chunks may have different numbers of
+    layers. Parameters are created without memory."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class PipelineRunner(StepRunner):
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _with_repeats(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Repeat the last micro batch until their number is a multiple of the pipeline degree, as virtual
-        stages require. Repetitions do not count in the loss."""
+        """Repeat the last micro batch until the number of micro batches is a multiple of the pipeline degree,
+        as virtual stages require. Repetitions do not count in the loss."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -178,8 +178,8 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """Prepare for a series of micro batches. The losses of the first ``count`` are added to ``sums``.
-        Losses returned to Paddle are multiplied by ``scale``."""
+        """Prepare for a series of micro batches. The losses of the first ``count`` micro batches are added to
+        ``sums``. Losses returned to Paddle are multiplied by ``scale``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:

@@ -46,12 +46,12 @@ class _Sent:
 
 
 class ListedPipeline(PipelineParallel):
-    """A Paddle pipeline that trains from a list of passes, and evaluates with Paddle's schedule.
+    """A Paddle pipeline that trains with the schedule ZB-H1 or 1F1B, and evaluates with Paddle's schedule.
 
     Args:
         model: the stages of this rank.
-        matmul: multiplies by the weights of these stages. The schedule is ZB-H1 if it defers weight
-            gradients, else 1F1B.
+        matmul: computes the products with these stages' weights. If it defers weight gradients, the schedule
+            is ZB-H1, otherwise 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
@@ -119,8 +119,8 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """Run the backward pass of the oldest micro batch in progress. Return the gradient of the stage's
-        input. ZB-H1 defers weight gradients."""
+        """Run the backward pass of the oldest micro batch in progress, in ZB-H1 without the weight gradients.
+        Return the gradient of the stage's input."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()

@@ -137,8 +137,8 @@ class Precision:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The dtypes in which activations may be computed: float32 and, with mixed precision on an
-        accelerator, the 16-bit dtype. The first one is the dtype of parameters at O1."""
+        """The dtypes that activations can have: float32 and, with mixed precision on an accelerator, also the
+        16-bit dtype."""
         has_both = self._cfg.enable and not self.products_alone
         return ("float32", self._cfg.dtype) if has_both else ("float32",)
 
@@ -169,8 +169,8 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """Convert the parameters to 16 bits in place (O2). Return those that need float32 master weights;
-        none unless ``train``. Call this before the parameters have memory or hooks."""
+        """Convert the parameters to 16 bits in place (O2). Returns the parameters that need float32 master
+        weights; none if ``train`` is False. Call this before the parameters have memory or hooks."""
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
             return with_masters
@@ -194,7 +194,7 @@ class Precision:
 
     @paddle.no_grad()
     def unscale(self, parameters: Sequence[paddle.Tensor], ops: FusedOps = NO_FUSED_OPS) -> None:
-        """Divide complete gradients by the loss scale, in place. The result is float32."""
+        """Divide gradients by the loss scale, in place, after their reduction. The result is float32."""
         if self.lowers_parameters:
             for parameter in parameters:
                 add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits

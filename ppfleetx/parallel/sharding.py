@@ -1,8 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Each whole parameter has one owner. From stage 1 on, only the owner keeps its optimizer states and updates it.
-From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3, only the owner keeps
-its values between uses (``zero3.py``).
+Parameters are not split further: each one has one owner. From stage 1 on, only the owner keeps its optimizer
+states and updates it. From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3,
+only the owner keeps its values between uses (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sharding:
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
         ctx: this process's place in the job, with the process groups of the owners.
-        frozen: this rank's other parameters. They have owners, too.
+        frozen: this rank's other parameters, which have owners, too.
         bucket_bytes: approximate size of the gradient messages that overlap the backward pass; None: no
             overlap.
     """
@@ -82,8 +82,8 @@ class Sharding:
         return self._axes_of[parameter.info.name]
 
     def _assign_owners(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign an owner to each parameter, separately in each process group. Copies of a tied parameter on
-        several pipeline ranks belong to the first rank of their group."""
+        """Assign an owner to each parameter, separately in each process group. A tied parameter with copies
+        on several pipeline ranks belongs to the first rank of its process group."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -110,7 +110,8 @@ class Sharding:
         return self._stage < 3 or self.owns(parameter)
 
     def _bucket_key(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        """Return process group (as axes), owner and dtype, in which the parameters of a bucket agree."""
+        """Return what the parameters of a bucket have in common: the axes of the process group, the owner,
+        and the dtype."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_bucket_key(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -122,8 +123,8 @@ class Sharding:
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Split parameters into buckets of at least ``nbytes``. Also return those that do not fill a
-        bucket."""
+        """Split parameters into buckets of at least ``nbytes``. Returns the buckets, and the parameters that
+        are left over."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -159,8 +160,8 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that send gradients at the end of each layer's backward pass. ``when_complete`` runs
-        a given function once the current layer's weights have their gradients."""
+        """Register hooks that send gradients at the end of each layer's backward pass. ``when_complete``
+        takes a function, and calls it when the weights of the current layer have their gradients."""
         if self._order is None:
             return
         followed: set[int] = set()
@@ -187,8 +188,8 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call``, which sends the gradients of a layer's weights: with ``can_wait`` at the end of the
-        backward pass, otherwise immediately."""
+        """Run ``call``, which reduces the gradients of a layer's weights, immediately or, if ``can_wait``, at
+        the end of the backward pass."""
         # The gradients of the weights may be incomplete when that of the layer's input exists: Paddle may add
         # to them later if a cast, for example, comes before the product. More than two such operators end the
         # run with an error in stage 3, where only the first layer can wait: ranks must send the gradients of

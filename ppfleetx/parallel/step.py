@@ -140,13 +140,13 @@ class StepRunner(ABC):
         return self._model
 
     def finish_update(self) -> None:
-        """Wait until all parameters have the values of the last update. Code that reads parameters must call
-        this first; the methods of this class do."""
+        """Wait until all parameters have the values of the last update. Call this before reading parameter
+        values."""
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return the divisors of loss and metrics, for these micro batches on this rank: the loss count
-        (``BasicModule.count``) and, if metrics are declared, the numbers of tokens and sequences."""
+        """Count what the loss and metrics of this rank's micro batches are divided by: tokens or examples in
+        the loss (``BasicModule.count``) and, if metrics are declared, tokens and sequences."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -315,8 +315,9 @@ class StepRunner(ABC):
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Return whether to apply the update. With float16, all ranks skip a step that overflowed, and the
-        loss scale shrinks. Raises NonFiniteError if it cannot shrink."""
+        """Return whether to apply the update; False if float16 gradients overflowed. Raises NonFiniteError if
+        the loss scale cannot shrink any more or, without loss scaling, if the loss or the gradient norm is
+        not finite."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -331,8 +332,9 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Run all forward and backward passes of a step, without waiting for the device. Adds the gradients
-        of loss / ``num_valid`` to those of this rank, and the loss to the step's sums."""
+        """Run all forward and backward passes of a step, without waiting for the device. The gradients are
+        those of the loss divided by ``num_valid``. The undivided loss and the metrics are added to the step's
+        sums."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:

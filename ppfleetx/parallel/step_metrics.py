@@ -120,7 +120,7 @@ class ActivationScales:
 
 class ExpertLoads:
     """Sums the loads of experts (numbers of positions) over the job, balances the routers, and warns about
-    unused experts. ``same_on`` are the axes whose ranks hold the same hidden states."""
+    unused experts. Ranks along the axes ``same_on`` hold the same hidden states, and count only once."""
 
     def __init__(
         self,

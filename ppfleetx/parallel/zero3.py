@@ -93,7 +93,8 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """A broadcast in progress: the values of ``parameters`` start at ``offsets`` in the tensor ``flat``."""
+    """A broadcast of ``parameters`` in progress. ``flat`` holds their values, and ``offsets`` says where each
+    begins."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]

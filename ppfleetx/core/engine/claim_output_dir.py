@@ -73,7 +73,8 @@ def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError if ``tokenizer/`` holds another tokenizer that no run has written."""
+    """Raise ConfigError if the output directory holds a tokenizer that was not written by a run and differs
+    from ``tokenizer``."""
     place = output_dir_of(cfg) / "tokenizer"
     if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
         return
@@ -90,8 +91,8 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Do rank 0's part of :func:`begin`, except for the tokenizer. ``comes_to`` returns whether this run may
-    save a checkpoint of a given epoch and step."""
+    """Claim the output directory on rank 0. ``comes_to(epoch, step)`` returns whether this run may save a
+    checkpoint of that epoch and step."""
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)
@@ -122,7 +123,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _checkpoint_at(place: str) -> Iterator[Path]:
-    """Yield the checkpoint at ``place``, or the newest one in it, with symbolic links resolved. Yields
+    """Yield the directory of the checkpoint that the path refers to, with symbolic links resolved. Yields
     nothing if there is none."""
     with contextlib.suppress(CheckpointError):  # the code that loads it reports the error
         yield resolve_checkpoint(place).resolve()
@@ -171,8 +172,8 @@ def _refuse_names_in_use(
 
 
 def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the checkpoints ``leaving`` and the metrics of the run ``earlier``. Deletes nothing if
-    ``earlier`` is None, because it is then unknown which run wrote the files."""
+    """Delete the earlier run's metrics, and of its checkpoints those in the list ``leaving``. If ``earlier``
+    is None, it is unknown which run wrote the files, and nothing is deleted."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):

@@ -52,8 +52,8 @@ def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
     """Context manager that replaces errors of the device by OutOfMemoryError or DeviceError with a clear
-    message. ``advice`` is what to do if memory ran out; None: name the settings that would save the most
-    memory."""
+    message. If memory ran out, the message gives ``advice`` or, if that is None, the settings that would save
+    the most memory."""
     try:
         yield
     except Exception as error:
@@ -94,7 +94,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """Compose the message for lack of memory: where it ran out, what holds it, which settings need less."""
+    """Compose the message for a lack of memory: where memory ran out, what occupies it, and which settings
+    need less."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

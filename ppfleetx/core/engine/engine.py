@@ -185,7 +185,8 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate before the first step if an evaluation is due at the current step and is missing."""
+        """Evaluate before the first step if an evaluation is due at the current step and has not been
+        done."""
         # At step 0, this finds a broken evaluation set early. Later, it completes an interrupted evaluation.
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
@@ -237,8 +238,8 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next batch. Return (micro batches, None), or (None, error), because the other ranks must
-        learn of an error before this rank stops."""
+        """Read the next batch. Return (micro batches, None), or (None, error). The error is not raised here,
+        so that all ranks can stop together."""
         if self._callback_error is not None:
             return None, self._callback_error
         try:
@@ -263,8 +264,8 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """Run one optimizer step on a batch that was requested at clock time ``started``. Returns the batches
-        to continue with if the run went back to a checkpoint, else None."""
+        """Run one optimizer step on a batch. ``started`` is the clock time at which the batch was requested.
+        Returns the batches to continue with if the run went back to a checkpoint, else None."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1

@@ -50,7 +50,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Read progress from a checkpoint of this version or an older one. Raises CheckpointError if
+        """Read progress from a checkpoint of this version or an older one. Raises CheckpointError if it is
         damaged."""
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
@@ -103,7 +103,7 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """Return (pass over the training split, index in that pass), both from 0, of the step that follows
+        """Return (epoch, index of the step within the epoch), both from 0, of the step that follows
         ``steps_done`` steps."""
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)
@@ -111,8 +111,8 @@ class TrainingLength:
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
-        """Return whether a run that is now at ``state`` will finish ``step`` in pass ``epoch`` over the
-        training split, and so may save a checkpoint named after them."""
+        """Return whether a run that continues from ``state`` will complete optimizer step ``step`` in epoch
+        ``epoch``, and so may save a checkpoint with this name."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

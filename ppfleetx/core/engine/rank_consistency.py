@@ -65,8 +65,8 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange stop signals, errors and facts about the next batch between all ranks. Returns whether to
-        stop before this step. Raises UserError on all ranks if a rank has an ``error`` or the batches are
+        """Exchange stop signals, errors and token counts between all ranks. Returns whether to stop before
+        this step. Raises UserError on all ranks if a rank has an ``error`` or the batches are
         inconsistent."""
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits
@@ -94,8 +94,8 @@ class Watch:
             check_replicas(self._ctx, _held(runner, states=True))
 
     def check_at_rest(self, runner: StepRunner) -> None:
-        """Check that all copies of the same weights are equal. Called on all ranks at the start and before
-        each checkpoint, between steps. Does nothing if ``Engine.checks`` is off."""
+        """Check that all copies of a weight are equal. All ranks must call it, between two steps. Does
+        nothing if ``Engine.checks`` is off."""
         if self._level != "off":
             check_replicas(self._ctx, _held(runner, states=False))
 

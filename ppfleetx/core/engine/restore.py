@@ -154,8 +154,9 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if only the model or only the checkpoint has fake quantization, and no option
-        allows this. ``held`` are the model's parameters for it, which may be missing with ``may_be_new``."""
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization, unless an
+        option allows this. ``held`` lists the model's parameters for fake quantization. With ``may_be_new``,
+        the checkpoint need not have them."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -279,9 +280,9 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the checkpoint from which a training run starts, and the base weights of its adapters. Also
-    returns the configuration with their exact paths. Raises CheckpointError on all ranks if one cannot be
-    opened."""
+    """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns
+    ``cfg`` with the exact paths of both, and the :class:`Start`. Raises CheckpointError on all ranks if one
+    of them cannot be opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

@@ -23,8 +23,9 @@ SOURCE = "source/"
 
 
 class Run(Protocol):
-    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``state``
-    includes the current step or evaluation. ``schedule`` is None if the engine only evaluates."""
+    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``state`` is the
+    run's progress, and already counts the current step or evaluation. ``schedule`` is None if the engine only
+    evaluates."""
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -38,7 +39,8 @@ class Run(Protocol):
 
     @property
     def utilization(self) -> Utilization | None:
-        """FLOPs of a step and peak FLOP/s of a device; None if the FLOPs of the model are unknown."""
+        """The :class:`Utilization` that computes TFLOP/s and MFU from the time of a step. None if the FLOPs
+        of the model are unknown."""
 
     def callback_states(self) -> dict[str, Any]:
         """Return this rank's callback states by name. Raises CheckpointError if one is not made of JSON
@@ -156,8 +158,8 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return TFLOP/s and MFU at the speed of this window, for steps with the full batch. Empty if the
-        FLOPs of the model are unknown."""
+        """Return the TFLOP/s and MFU of steps with the full batch size, at this window's tokens per second.
+        Empty if the FLOPs of the model are unknown."""
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len

@@ -39,7 +39,8 @@ def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
     """Context manager in which a watchdog observes this process, and writes hang reports to ``directory``
-    inside the output directory. A watchdog that :func:`watch_start` has started is used."""
+    inside the output directory. If :func:`watch_start` has already started a watchdog, no other one is
+    started."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     exchange_process_ids(cfg, ctx)

@@ -45,8 +45,8 @@ class LogWriter:
         """Close the file or connection. Called once at the end of the run, even if the run fails."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the writer needs to continue after a resume, such as a service's id of the run, as JSON
-        values. Checkpoints store it."""
+        """Return what the writer needs to continue after a resume, as JSON values. An example is the id of
+        the run at a tracking service. Checkpoints store it."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from ppfleetx.utils.log import get_logger
 
 
 class _Continued(LogWriter):
-    """Base class of writers for services. Its state in checkpoints is the service's id of the run, so that a
+    """Base class of writers for services. Checkpoints store the id of the run at the service, so that a
     resumed run continues the same curves."""
 
     _id: str | None = None

@@ -93,7 +93,8 @@ class Classification:
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean cross entropy for ``outputs [n, classes]``; for ``[n, 1]``, the mean squared error."""
+    """Return the mean cross entropy of ``outputs [examples, classes]`` or, if there is only one column, the
+    mean squared error."""
     if outputs.shape[1] == 1:
         return float(np.square(outputs[:, 0] - labels).mean())
     shifted = outputs - outputs.max(axis=1, keepdims=True)
@@ -102,8 +103,8 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Callback that writes a classifier's predictions to a file after each evaluation. The file is named
-    after the GLUE split, which ``parts`` has for each evaluation set."""
+    """Callback that writes a classifier's predictions to a file after each evaluation. ``parts`` maps the
+    name of each evaluation set to its GLUE split, which determines the file name."""
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
         self._directory, self._task, self._parts = directory, task, parts

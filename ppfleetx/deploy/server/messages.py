@@ -35,7 +35,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Scored:
-    """Event: the log-probability of each token of prompt ``number`` of the request."""
+    """Event: the log-probability of each token of a prompt. ``number`` is the index of the prompt in the
+    request."""
 
     number: int
     scores: Sequence[TokenScore]
@@ -43,7 +44,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Embedded:
-    """Event: the embedding of prompt ``number`` of the request, ``[h]`` float32, with L2 norm 1."""
+    """Event: the embedding of a prompt, ``[h]`` float32, with L2 norm 1. ``number`` is the index of the
+    prompt in the request."""
 
     number: int
     vector: np.ndarray
@@ -91,8 +93,8 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request in the scheduler, with a job for each prompt. ``deliver`` gets each event, in the thread of
-    the event loop. A ``cancelled`` request ends before the next step."""
+    """A request in the scheduler, with a job for each prompt. ``deliver`` is called with each event, in the
+    thread of the event loop. A ``cancelled`` request ends before the next step."""
 
     jobs: Sequence[Job]
     deliver: Callable[[Event], None]
@@ -117,7 +119,7 @@ class Waiting:
 
 class RunningSequence:
     """A sequence in the running batch: one continuation of a prompt, with its text, random numbers and draft
-    tokens. ``copy`` numbers the continuations of a prompt from 0."""
+    tokens. ``copy`` is its index among the continuations of the prompt."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
@@ -166,8 +168,8 @@ class RunningSequence:
         return len(self.drafts)
 
     def adapt_drafts(self, right: int, most: int) -> None:
-        """Set the number of tokens to draft for the next pass, at most ``most``: more if all drafts were
-        accepted, otherwise fewer. ``right`` is the number of accepted ones."""
+        """Set the number of tokens to draft in the next pass with :func:`next_width`, and discard the current
+        draft tokens. ``right`` of them were accepted. ``most`` is the maximum for the next pass."""
         if self.drafts:
             self._width = next_width(self._width, right, most, right == len(self.drafts))
         self.drafts = []

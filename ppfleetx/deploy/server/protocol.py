@@ -117,7 +117,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both the completion and chat routes. Those of OpenAI's API have OpenAI's limits."""
+    """The parameters that the completion and chat routes have in common. Those of OpenAI's API have OpenAI's
+    limits."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -148,8 +149,8 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The request parameter that asks for structured output, and the form of the output (None: free
-        text)."""
+        """The name and the value of the request parameter for structured output. A value of None means free
+        text."""
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs

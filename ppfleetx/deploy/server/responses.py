@@ -125,7 +125,7 @@ class RequestEvents:
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
         """Yield the request's events until all its continuations are finished. Raises ApiError if the request
-        fails, its time is over, or the client disconnects."""
+        fails, exceeds its time limit, or the client disconnects."""
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -154,8 +154,8 @@ class RequestEvents:
 
 @dataclass
 class RowAnswer:
-    """The text and token log-probabilities of one continuation so far. ``scores`` includes the end token,
-    which is not in the text."""
+    """The text and token log-probabilities of one continuation so far. ``scores`` has the log-probabilities,
+    including that of the end token, which is not in the text."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -198,8 +198,14 @@ class Answer(ABC):
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
-        """Build entry ``index`` of the response's ``choices``: the continuation ``row`` of prompt
-        ``prompt``."""
+        """Build an entry of the response's ``choices``.
+
+        Args:
+            index: index of the entry.
+            prompt: index of the prompt in the request.
+            row: the generated continuation.
+            prompt_scores: log-probabilities of the prompt's tokens.
+        """
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
@@ -208,12 +214,12 @@ class Answer(ABC):
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:
-        """Build the chunk of a stream for a new token. None if there is no text yet, as after half a
-        character."""
+        """Build the chunk of a stream for a new token. Returns None if there is nothing to send yet, for
+        example because a UTF-8 character is incomplete."""
 
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        """Build the JSON body around ``choices``, for a whole response or (``is_piece``) a chunk of a
-        stream."""
+        """Build the JSON body around ``choices``, for a whole response or, with ``is_piece``, for a chunk of
+        a stream."""
         body: dict[str, Any] = {
             "id": self.answer_id,
             "object": self.piece_name if is_piece else self.object_name,

@@ -89,7 +89,7 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 def open_socket(cfg: RunConfig) -> socket.socket:
     """Bind a socket to the server's address, without listening yet, so that a port in use is noticed before
-    the model is loaded. Raises ConfigError."""
+    the model is loaded. Raises ConfigError if the address cannot be used."""
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

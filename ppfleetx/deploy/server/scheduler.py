@@ -49,7 +49,7 @@ class ServedModel:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Remove sequence i from the batch unless ``kept[i]``. Returns the number of removed ones."""
+        """Remove sequence i from the batch unless ``kept[i]``. Returns how many were removed."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -88,7 +88,7 @@ class Scheduler:
     # ---- called by the HTTP side, in any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread that runs the model. Events are delivered in ``loop``."""
+        """Start the thread that runs the model. It delivers events to the event loop ``loop``."""
         self._loop = loop
         self._thread.start()
 
@@ -300,7 +300,7 @@ class Scheduler:
             self._keep(model, [not row.work.cancelled for row in model.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take the prompts from the queue that can join the batch now, in order."""
+        """Remove the prompts that can join the batch now from the queue, and return them in order."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:

@@ -46,7 +46,7 @@ def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
     """Return the structured output that ``tool_choice`` demands; None if the model may also answer without a
-    call. Without ``several``, only one call is allowed. Raises ValueError for an unknown tool."""
+    call. ``several`` is whether more than one call is allowed. Raises ValueError for an unknown tool."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -70,7 +70,7 @@ def forced_form(
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a message in which the arguments of its ``tool_calls`` are parsed: clients send JSON
-    text, but chat templates expect objects. Raises ValueError."""
+    text, but chat templates expect objects. Raises ValueError if the calls are malformed."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -89,23 +89,27 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerText:
-    """Splits a growing answer of a model into text and at most ``most`` tool calls (None: all). Calls of
-    tools that are not in ``names`` count as text."""
+    """Separates the text of a model's answer from its tool calls, while the answer is generated.
+
+    Args:
+        names: the tools that may be called. An answer that calls any other tool counts as text.
+        most: maximum number of calls to return; None: no limit.
+    """
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
         self._names, self._most = names, most
         self._text, self._num_sent = "", 0
 
     def feed(self, piece: str) -> str:
-        """Add the next piece of the answer. Returns the text to send now, which cannot be part of a tool
-        call."""
+        """Add the next piece of the answer. Returns the text that can be sent now, because it is certain not
+        to belong to a tool call."""
         self._text += piece
         sure = self._text[self._num_sent : self._sure_length()]
         self._num_sent += len(sure)
         return sure
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """End the answer. Returns the held-back text that is in no tool call, and the calls in OpenAI's
+        """End the answer. Returns the rest of the text before the first tool call, and the calls in OpenAI's
         format."""
         begin, calls = self._calls()
         content = self._text[: begin if calls else None]
@@ -121,8 +125,8 @@ class AnswerText:
         return len(self._text) - held
 
     def _calls(self) -> tuple[int, list[dict[str, Any]]]:
-        """Parse the tool calls in the whole answer. Return where the first one begins, and all in OpenAI's
-        format."""
+        """Parse the tool calls in the whole answer. Returns the index in the text at which the first call
+        begins, and the calls in OpenAI's format."""
         blocks = [found.group(1) for found in _CALL.finditer(self._text)]
         begin = self._text.index(_OPEN) if blocks else 0
         calls: list[dict[str, Any]] = []

@@ -24,8 +24,9 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key`` and ``value`` of new positions, [rows, key/value heads, positions, head size], to
-        those of one layer, and return the result. The layers must be updated in order."""
+        """Append ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head size],
+        to the keys and values of one layer. Returns the result. Call it once for each layer, in model
+        order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -58,10 +59,10 @@ class RoomCache:
     the loop.
 
     Args:
-        past: keys and values of each layer, [rows, key/value heads, allocated columns, head size]. They must
-            be zero from ``column`` on.
+        past: keys and values of each layer, [sequences, key/value heads, allocated columns, head size]. They
+            must be zero from ``column`` on.
         column: the column of the new position.
-        visible: the columns that each row may attend to, bool [rows, allocated columns].
+        visible: the columns that each sequence may attend to, bool [sequences, allocated columns].
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -72,8 +73,8 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Write ``key`` and ``value`` of one new position, [rows, key/value heads, 1, head size], into the
-        memory of one layer. The layers must be updated in order."""
+        """Write ``key`` and ``value`` of one new position, [sequences, key/value heads, 1, head size], into
+        the memory of one layer. Call it once for each layer, in model order."""
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)

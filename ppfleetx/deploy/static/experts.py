@@ -38,8 +38,9 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
-        [rows, outputs]. ``counts`` has the number of rows of each expert; ``bias`` is [experts, outputs]."""
+        """Apply to each row of ``x`` the linear layer of its expert. ``x`` is [rows, inputs], sorted by
+        expert, and the result [rows, outputs]. ``counts`` has the number of rows of each expert; ``bias`` is
+        [experts, outputs]."""
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
@@ -56,17 +57,18 @@ class GroupedMatrix:
 
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Repeat row e of ``values`` [experts, outputs] for all rows of expert e. Returns [rows, outputs].
-    ``counts`` has the number of rows of each expert."""
+    """Return the row ``values[e]`` for each row of ``x``, where e is its expert. ``values`` is [experts,
+    outputs], the result [rows, outputs]. Rows are sorted by expert, and ``counts`` has each expert's number
+    of rows."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply the rows of each expert by its matrix.
+    """Multiply each row of ``x`` by the matrix of its expert.
 
     Args:
-        x: [rows, inputs], sorted by expert.
+        x: [rows, inputs], the hidden states of tokens, sorted by expert.
         weight: [experts, inputs, outputs].
         counts: number of rows of each expert.
 
@@ -105,8 +107,8 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Apply each expert's linear layer to its rows: ``x`` [rows, inputs], sorted by expert, becomes
-        [rows, outputs]. ``counts`` has the number of rows of each expert."""
+        """Apply to each row of ``x`` the linear layer of its expert. ``x`` is [rows, inputs], sorted by
+        expert, and the result [rows, outputs]. ``counts`` has the number of rows of each expert."""
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:
@@ -121,7 +123,8 @@ class _CountsOnDevice(RoundTrip):
 
 
 class ProgramExchange(ExpertExchange):
-    """The expert exchange of an exported program. Numbers of rows per expert stay on the device."""
+    """The expert exchange of an exported program. The program has one process, so hidden states are not
+    moved. The number of tokens per expert stays on the device."""
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)

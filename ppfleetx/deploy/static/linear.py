@@ -44,8 +44,8 @@ class Matrix:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x @ weight + bias``. If panels are in use, x must be a matrix [rows, inputs], possibly
-        with an extra axis of size 1."""
+        """Compute ``x @ weight + bias``. If :func:`use_panels` has selected panels, ``x`` must be a matrix,
+        possibly with an additional axis of size 1."""
         if self.panels is None:
             return F.linear(x, self.weight, bias)
         columns = self.weight.shape[1]
@@ -153,7 +153,7 @@ class ProgramBlocks:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
-    """Combine the transformer blocks and the final norm, ``layers``, into one C++ operation. Returns None if
+    """Combine ``layers``, the transformer blocks and the final norm, into one C++ operation. Returns None if
     the operator is not compiled or does not support these layers."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None

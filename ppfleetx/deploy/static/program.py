@@ -1,7 +1,8 @@
 """The exported program: the whole decoding loop as one function of tensors, with the model and its cache.
 Options that users choose at run time are inputs of the program.
 
-Shape letters: b rows (sequences of the batch), n longest prompt, t new tokens, V vocabulary size.
+Shape letters: b number of sequences, n length of the longest prompt, t number of new tokens, V vocabulary
+size.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ def save_program(
     whole, not sliced over ranks, and cannot be trained afterwards.
 
     Args:
-        use_panels: whether to also write a program with our C++ operators, if they are compiled
-            (:mod:`ppfleetx.deploy.export_dir`).
+        use_panels: whether to use copies of the weight matrices in panels
+            (:mod:`ppfleetx.deploy.static.linear`). If so, a second program is written if our C++ operators
+            are compiled (:mod:`ppfleetx.deploy.export_dir`).
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -243,7 +245,8 @@ class GenerationProgram(nn.Layer):
             token: the first new token of each sequence, ``[b]``.
             rules: the inputs end_ids, min_new_tokens and repetition_penalty (see :data:`INPUTS`).
             sampling: the inputs exponentials (random numbers), temperature, top_k and top_p.
-            panels: the copies of ``self.matrices`` in panels, or empty.
+            panels: copies of ``self.matrices`` for faster products (:func:`use_panels`); empty: use the
+                original matrices.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -268,8 +271,8 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model on the new tokens ``token [b]``, in ``column [1]`` of the cache. Return the next
-        logits ``[b, V]`` and the new cache."""
+        """Run the model on one new token of each sequence, ``token [b]``, whose position in the cache is
+        ``column [1]``. Returns the next logits ``[b, V]`` and the new cache."""
         # A finished row keeps the last position while other rows continue.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
@@ -288,8 +291,8 @@ class GenerationProgram(nn.Layer):
         max_drafts: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """Run the decoding loop for a single sequence without padding. Returns prompt and new tokens, ``[n +
-        t]``. For the other arguments, see ``_decode``.
+        """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens
+        as one vector. For the other arguments, see ``_decode``.
 
         Args:
             max_drafts: maximum number of draft tokens per pass for prompt lookup, ``[1]``.
@@ -366,8 +369,8 @@ class GenerationProgram(nn.Layer):
         """Run the model once. Returns the logits and the new cache.
 
         Args:
-            state: tokens and positions ``[b, s]`` and, for prompts, the first column that each row may attend
-                to.
+            state: token ids and position ids ``[b, s]``. For prompts also ``document_start [b, s]``, the
+                number of padding tokens before each prompt.
             last_only: whether to return only the logits after the last tokens, ``[b, V]``. Otherwise there
                 must be one sequence, and the logits are ``[s, V]``.
         """
@@ -423,7 +426,7 @@ class GenerationProgram(nn.Layer):
     def _sample(
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
-        """Sample a token per row from ``logits [b, V]`` with top-k and top-p, as
+        """Sample a token for each sequence from ``logits [b, V]`` with top-k and top-p, as
         :func:`~ppfleetx.generation.processors.candidates` and ``draw`` do outside of programs."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)

@@ -1,6 +1,6 @@
 """Prompt lookup, and top-p without sorting the vocabulary, written with operations that Paddle can export.
 
-Shape letters: b rows (sequences of the batch), V vocabulary size, k draft tokens.
+Shape letters: b number of sequences, V vocabulary size, k number of draft tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """Return ``count`` draft tokens: those in ``history`` after index ``place``, repeated cyclically if there
-    are fewer."""
+    """Return ``count`` draft tokens: the tokens of ``history`` after index ``place``. If there are fewer than
+    ``count``, they are repeated cyclically."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
@@ -83,8 +83,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns ``[b, n]``,
-    padded on the right with zeros."""
+    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns a matrix with b
+    rows, padded on the right with zeros to the length of the longest row."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
@@ -95,8 +95,8 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """Sum each row's probabilities by bucket. ``bucket [b, V]`` is the bucket of each token. Returns ``[b,
-    buckets]`` float64."""
+    """Sum the probabilities of each sequence by bucket. ``bucket [b, V]`` has the index of each token's
+    bucket. Returns float64, ``[b, number of buckets]``."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # An extra entry of weight 0 in the last bucket makes bincount's result long enough.

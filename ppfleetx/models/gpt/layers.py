@@ -237,8 +237,9 @@ class LanguageHead(ChunkedHead):
     def forward(
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
-        """Return the logits ``[s, b, V]``, or this rank's columns under tensor parallelism. For a loss in
-        chunks, return :class:`DeferredLogits`, or with ``target`` the result of :meth:`run_pieces`."""
+        """Return the logits ``[s, b, V]``; under tensor parallelism, only this rank's columns. If the loss is
+        computed in chunks, return :class:`DeferredLogits` instead, which later calls the head with ``target``
+        and gets the result of :meth:`run_pieces`."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):

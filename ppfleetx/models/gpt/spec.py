@@ -244,8 +244,8 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) for head and loss in
-        ``Model.loss_chunks`` chunks, whose forward pass also computes gradients."""
+        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) in which head and loss are
+        computed in ``Model.loss_chunks`` chunks. Their gradients are computed in the forward pass."""
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -265,7 +265,8 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Declaration of a whole model. If equal blocks are one object, their cost is computed once."""
+    """Declaration of a whole model. Equal blocks should be the same object, so that their cost is computed
+    only once."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
@@ -375,7 +376,8 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
 
 def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> BlockSpec:
-    """Return a copy of the block with another attention window, and rotary positions only if ``rotates``."""
+    """Return a copy of the block with the given attention window. If ``rotates`` is False, the copy has no
+    rotary positions."""
     attention = replace(block.attention, window=window)
     if not rotates and isinstance(attention, AttentionSpec):
         attention = replace(attention, rotary_size=None)
@@ -484,8 +486,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of which only the shape is known. Other properties are those of ``like``, the GPT
-    block's parameter of the same name, if it has as many dimensions."""
+    """Declare a parameter of the given shape. All other properties are copied from ``like``, the GPT block's
+    parameter of the same name, if it exists and has as many dimensions."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     # Tensor parallelism splits a matrix by columns and replicates a vector.

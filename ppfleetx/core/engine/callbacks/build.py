@@ -53,17 +53,17 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Raise ConfigError if a callback has an unknown name or wrong options, without creating it. Our own
-    callbacks without options are not even imported, because they import Paddle."""
+    """Raise ConfigError if a callback has an unknown name or wrong options, without creating it."""
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
+        # Our own callbacks without options are not imported here, because they import Paddle.
         if item.options or not isinstance(target, str):
             _check_options(CALLBACKS.load(item.name), item)
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks must call it, and all
-    raise ConfigError if one fails."""
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks must call it. If it fails
+    on one rank, all raise ConfigError."""
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
@@ -102,7 +102,7 @@ def _checked(callback: Any, name: str) -> Callback:
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
     """Yield (name, entry) for each callback in ``Engine.callbacks``, with groups replaced by their callbacks.
-    The name identifies the callback's state in checkpoints; a repeated callback is ``csv#2``, for example."""
+    The name identifies the callback's state in checkpoints. A second ``csv`` callback is named ``csv#2``."""
     seen: dict[str, list[CallbackConfig]] = {}
     for item in _without_groups(items):
         before = seen.setdefault(item.name, [])

@@ -127,8 +127,8 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
-    """Return log lines with each rank's pp and mp coordinates and number of parameters. Ranks that agree in
-    all of them share a line. All ranks must call it."""
+    """Return log lines with each rank's pp and mp coordinates and number of parameters. Ranks with the same
+    values share a line. All ranks must call it."""
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)
     if ctx.world_size == 1:

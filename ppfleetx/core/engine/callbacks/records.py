@@ -183,8 +183,8 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop the records after ``step`` from a metrics file, and the loss spikes in samples beyond the first
-    ``consumed``."""
+    """Drop the records after ``step`` from a metrics file. Also drop loss spikes whose samples come after the
+    first ``consumed`` samples of the run."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -228,8 +228,8 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Callback that passes the numbers of each record to the log writers ``writers``, which are given by
-    name."""
+    """Callback that passes the numbers of each record to the log writers. ``writers`` maps their names to
+    them."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
