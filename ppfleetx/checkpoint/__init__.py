@@ -1,5 +1,5 @@
-"""Checkpoints, and the registry of the readers of other programs' formats (:func:`read_also`), which are in
-:mod:`ppfleetx.conversion`."""
+"""Checkpoints, and the registry of the readers of other programs' formats (:func:`register_formats`). The
+readers are in :mod:`ppfleetx.conversion`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def foreign_formats() -> ForeignFormats:
     return _formats
 
 
-def read_also(formats: ForeignFormats) -> None:
+def register_formats(formats: ForeignFormats) -> None:
     """Register the object that reads other programs' checkpoints."""
     global _formats
     _formats = formats

@@ -35,7 +35,7 @@ def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def named_checkpoint(cfg: RunConfig) -> str:
-    """Return the path in ``Engine.save_load.ckpt_dir``. Raises ConfigError if the key is null."""
+    """Return the value of the key ``Engine.save_load.ckpt_dir``, a path. Raises ConfigError if it is null."""
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
             "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "

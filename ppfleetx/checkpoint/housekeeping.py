@@ -88,7 +88,7 @@ def clear_leftovers(output_dir: Path) -> None:
     remove_unfinished(output_dir, (LATEST_FILE, BEST_FILE))
 
 
-def make_way(target: Path, ownership: Ownership | None) -> None:
+def ensure_replaceable(target: Path, ownership: Ownership | None) -> None:
     """Make sure that a run can save a checkpoint as ``target``. A damaged checkpoint there is renamed. Raises
     CheckpointError if the run must not replace what is there."""
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):

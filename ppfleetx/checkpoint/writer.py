@@ -174,7 +174,7 @@ def commit(
     open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
-    housekeeping.make_way(target, ownership)
+    housekeeping.ensure_replaceable(target, ownership)
     housekeeping.publish(staged, target)
     housekeeping.write_latest(output_dir, target.name)
     if ownership is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint import ForeignFormats, read_also
+from ppfleetx.checkpoint import ForeignFormats, register_formats
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
@@ -35,4 +35,4 @@ class _Converters(ForeignFormats):
         return open_fleetx(path)
 
 
-read_also(_Converters())
+register_formats(_Converters())

@@ -31,7 +31,7 @@ from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, expected_device, not_supported_reasons
-from ppfleetx.utils.gpu_operators import on_the_host
+from ppfleetx.utils.gpu_operators import host_operator_notes
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
@@ -80,7 +80,8 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         _line("run", _run(cfg)),
     ]
     lines += [
-        _line("note", note) for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, device))
+        _line("note", note)
+        for note in (*cfg.warnings, *without_effect(cfg), *host_operator_notes(cfg, device))
     ]
     lines += [_line("missing", reason) for reason in missing(cfg)]
     lines += [

@@ -73,7 +73,8 @@ def scales_of(
 
 
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
-    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid, float16 ``[2 g, n]``.
+    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid. Returns float16
+    ``[2 g, n]``: the scales of the g groups of rows, then their offsets.
     Several grids are tried, and the one with the smallest squared error is chosen. Raises DataError if a
     weight is NaN, or too large for float16."""
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
@@ -123,7 +124,8 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and offset, both rounded to float16, of a grid on which ``at`` stands for ``value``."""
+    """Return scale and offset, both rounded to float16, of a grid whose point ``at`` is dequantized to
+    ``value``."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)

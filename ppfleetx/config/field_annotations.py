@@ -114,7 +114,7 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
     """
     prefix = ".".join(path[:-1])
     everywhere = all_keys(root)
-    near = [key for key in (our_key(path[-1]),) if key in everywhere]
+    near = [key for key in (ppfleetx_key(path[-1]),) if key in everywhere]
     if not near:
         here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
         near = [f"{prefix}.{name}" if prefix else name for name in here]
@@ -146,6 +146,6 @@ def names_of_others() -> dict[str, str]:
     return {name: key for key, names in names_of_key.items() for name in names.split()}
 
 
-def our_key(name: str) -> str | None:
+def ppfleetx_key(name: str) -> str | None:
     """Return the key with the meaning of another toolkit's option ``name``; None if there is none."""
     return names_of_others().get(name.strip("-").replace("-", "_").lower())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_annotations import our_key
+from ppfleetx.config.field_annotations import ppfleetx_key
 from ppfleetx.config.fleetx_keys import modernize, refuse_unsupported
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
@@ -140,7 +140,7 @@ def _refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
     """Raise ConfigError if ``tree`` has options of another toolkit, and no section of ppfleetx."""
     if not sections.isdisjoint(tree.value):
         return
-    known = {key: ours for key in _all_keys(tree) if (ours := our_key(key)) is not None}
+    known = {key: ours for key in _all_keys(tree) if (ours := ppfleetx_key(key)) is not None}
     if len(known) < _ENOUGH:
         return
     shown = [f"\n  {key} is {ours}" for key, ours in list(known.items())[:_MAX_SHOWN]]

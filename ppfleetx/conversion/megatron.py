@@ -17,9 +17,15 @@ from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import LLAMA3
-from ppfleetx.conversion.huggingface.tensor_mapping import loads
+from ppfleetx.conversion.huggingface.tensor_mapping import expert_loads
 from ppfleetx.conversion.join_parameters import check_complete, join_parts, joined, ranks_of_stage
-from ppfleetx.conversion.megatron_experts import apart, expert_name, moe_section, of_rank, stacked
+from ppfleetx.conversion.megatron_experts import (
+    expert_name,
+    moe_section,
+    params_of_expert_rank,
+    split_experts,
+    stacked,
+)
 from ppfleetx.conversion.safe_unpickler import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
@@ -101,13 +107,13 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         for ep, grid in enumerate(grids):
             parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
             ranks = [
-                _canonical(dict(apart(part, model, len(grids))), start, file, model, version)
+                _canonical(dict(split_experts(part, model, len(grids))), start, file, model, version)
                 for file, part in parts.items()
             ]
-            tensors |= of_rank(joined(ranks, directory), ep, len(grids), model)
+            tensors |= params_of_expert_rank(joined(ranks, directory), ep, len(grids), model)
         names = next(iter(parts.values()))
         start += len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
-    tensors = stacked(tensors, model, directory) | loads(model)
+    tensors = stacked(tensors, model, directory) | expert_loads(model)
     if model.tie_word_embeddings:  # the last pipeline stage has a copy
         tensors.pop("head.weight", None)
     return Weights(

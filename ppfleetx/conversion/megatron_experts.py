@@ -65,7 +65,9 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
     return found
 
 
-def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
+def split_experts(
+    chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yield a file's tensors. A tensor that contains several experts is split into one tensor per expert.
     ``ep`` is the expert-parallel degree."""
     for name, tensor in chunk.items():
@@ -97,7 +99,7 @@ def expert_name(in_layer: str) -> str | None:
     return f"mlp.experts.{match['layer'] or match['grouped']}.{match['linear']}.{match['kind']}"
 
 
-def of_rank(
+def params_of_expert_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
     """Return the parameters to take from the file of one expert-parallel rank: its experts, numbered as in

@@ -61,8 +61,8 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Copy the first rank's tensors to all other ranks of ``group``, in place. A NaN or an infinity on any
-    rank makes the result non-finite on all ranks."""
+    """Copy the first rank's tensors to all other ranks of ``group``, in place. It is a sum to which the other
+    ranks add their tensors times 0, so a NaN or an infinity on any rank makes the result non-finite."""
     # The other ranks contribute zeros to an all-reduce, so the result is exact.
     is_first = group.rank == 0
 

@@ -53,7 +53,7 @@ def sliced_stream() -> AbstractContextManager[None]:
 
 class DropoutStreams:
     """Seeds the random generators for dropout whenever a layer starts a forward pass in training. The seeds
-    differ between data-parallel replicas and between sep ranks."""
+    differ between data-parallel replicas and between context-parallel (``sep``) ranks."""
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
         self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))

@@ -60,7 +60,7 @@ def meeting_point() -> Address:
     return host, int(port)
 
 
-class Line:
+class JsonConnection:
     """A TCP connection that carries JSON messages, one per line. One thread may receive while others send."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -138,7 +138,7 @@ class Members:
     names: list[str]
     addresses: list[Address | None]
     token: bytes
-    lines: dict[int, Line] = field(default_factory=dict)
+    lines: dict[int, JsonConnection] = field(default_factory=dict)
 
     def close(self) -> None:
         for line in self.lines.values():
@@ -198,9 +198,11 @@ class _Reception:
     def __init__(self, point: Address, size: int, own: Member) -> None:
         self._where, self._size = "{}:{}".format(*point), size
         self._came: dict[int, Member] = {0: own}
-        self._lines: dict[int, Line] = {}
-        self._numbers: dict[Line, int] = {}
-        self._strangers: dict[Line, str] = {}  # connections that have not identified themselves -> address
+        self._lines: dict[int, JsonConnection] = {}
+        self._numbers: dict[JsonConnection, int] = {}
+        self._strangers: dict[
+            JsonConnection, str
+        ] = {}  # connections that have not identified themselves -> address
         self._refused: list[str] = []
         self._selector = selectors.DefaultSelector()
 
@@ -241,11 +243,11 @@ class _Reception:
         with contextlib.suppress(OSError):  # the other end may have closed already
             connection, address = listener.accept()
             end_when_silent(connection)
-            line = Line(connection)
+            line = JsonConnection(connection)
             self._strangers[line] = address[0]
             self._selector.register(connection, selectors.EVENT_READ, line)
 
-    def _hear(self, line: Line) -> bool:
+    def _hear(self, line: JsonConnection) -> bool:
         """Read what has arrived on a connection. Returns False if the connection must be dropped because it
         is not from a process of the job. Raises RendezvousError if a process that had connected has ended."""
         try:
@@ -261,7 +263,7 @@ class _Reception:
             ) from error
         return True if said is None else self._admit(line, said)
 
-    def _admit(self, line: Line, said: Any) -> bool:
+    def _admit(self, line: JsonConnection, said: Any) -> bool:
         try:
             name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
         except (KeyError, TypeError):
@@ -314,7 +316,7 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds
-    line = Line(_connect(point, own.name, first, _Wait(seconds)))
+    line = JsonConnection(_connect(point, own.name, first, _Wait(seconds)))
     is_heard = False
     try:
         line.send({"name": own.name, "number": own.number, "size": size, "address": own.address})

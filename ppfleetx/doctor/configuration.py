@@ -13,7 +13,7 @@ from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.report import verdict
 from ppfleetx.utils.devices import not_supported_reasons
-from ppfleetx.utils.gpu_operators import on_the_host
+from ppfleetx.utils.gpu_operators import host_operator_notes
 from ppfleetx.utils.machine import available_bytes
 
 
@@ -37,7 +37,7 @@ def plan(target: Target) -> Iterator[Row]:
     reasons = not_supported_reasons(cfg, target.device)
     if reasons:
         yield fail("supported", "; ".join(reasons), "change the keys that are named")
-    for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, kind_of(target.device))):
+    for note in (*cfg.warnings, *without_effect(cfg), *host_operator_notes(cfg, kind_of(target.device))):
         yield warn("note", note, "remove the key, or make it take effect")
     for reason in missing(cfg):
         yield warn("missing", reason, "install it, or remove what needs it")

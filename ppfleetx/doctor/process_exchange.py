@@ -15,7 +15,7 @@ from typing import Any
 
 from ppfleetx.distributed.rendezvous import (
     Address,
-    Line,
+    JsonConnection,
     Member,
     Members,
     RendezvousError,
@@ -58,7 +58,7 @@ class _Seen:
         moved: when it last sent something, in seconds on the monotonic clock.
     """
 
-    line: Line
+    line: JsonConnection
     place: str = "its start"
     problem: str = ""
     moved: float = 0.0

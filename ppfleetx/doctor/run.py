@@ -208,7 +208,7 @@ class Job:
     def _share_collectives(self, own: Sequence[Row], seconds: float) -> None:
         rows = [_in(_COLLECTIVES, row) for row in own]
         self._share(rows, seconds + _SHORT_SECONDS / 2)
-        self.rows, measured = slowest(self.rows)
+        self.rows, measured = split_slowest(self.rows)
         self.of_job += measured
 
     def _collectives(self, announce: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
@@ -268,7 +268,7 @@ def plan_config(target: Target) -> RunConfig:
     return load_config(str(CONFIGS / "debug/gpt_nano.yaml"), given, world_size=target.world_size)
 
 
-def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
+def split_slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
     """Split off the rows that report the speeds of collectives. Returns the other rows by rank and, for each
     collective, the row of its slowest rank."""
     found: dict[str, tuple[float, int, Row]] = {}

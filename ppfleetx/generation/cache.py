@@ -86,7 +86,7 @@ class GrowingCache:
     def first_new_column(self) -> paddle.Tensor:
         return paddle.to_tensor(np.array([self._past]))
 
-    def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
+    def mask_if_needed(self, window: int | None) -> paddle.Tensor | None:
         """The additive attention mask for a layer with a sliding window of ``window`` positions (None: no
         window). Returns None if the causal mask is enough."""
         if window is None and self._visible.all():

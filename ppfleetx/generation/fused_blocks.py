@@ -82,7 +82,7 @@ class FusedBlocks:
             hidden,
             position_ids,
             cache.first_new_column(),
-            cache.penalty_if_needed(self.window),
+            cache.mask_if_needed(self.window),
             cache.memory(),
         )[0]
 

@@ -121,7 +121,7 @@ def decode_with_drafts(
             if assistant is not None:
                 assistant.select(going_on)
         if assistant is None:
-            count = worthwhile([row.draft() for row in rows])
+            count = best_draft_count([row.draft() for row in rows])
         else:
             drafts = assistant.propose([row.history for row in rows], [row.width for row in rows])
             count = max(row.set_drafts(own) for row, own in zip(rows, drafts, strict=True))
@@ -192,7 +192,7 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
     return min(most, 2 * width if all_right else max(1, right))
 
 
-def worthwhile(counts: Sequence[int]) -> int:
+def best_draft_count(counts: Sequence[int]) -> int:
     """Return the limit of draft tokens per sequence that gives the highest expected throughput in the next
     pass. ``counts`` are the numbers of draft tokens that the sequences have."""
 

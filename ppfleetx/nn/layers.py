@@ -29,7 +29,7 @@ class Linear(nn.Layer):
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_entered():
+        if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_active():
             return _add_bias(self.linear(x, self.weight), self.bias)
         return self.linear(x, self.weight, self.bias)
 

@@ -150,7 +150,7 @@ class Matmul:
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """Return the detached values of ``parameter`` for the argument ``leaf`` of :meth:`apart`. They are
         those of the 16-bit copy if there is one, except in bfloat16 on a CPU."""
-        return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
+        return parameter.detach() if bfloat16.are_active() else self.value(parameter)
 
     def apart(
         self,
@@ -161,7 +161,7 @@ class Matmul:
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
         """Multiply ``x`` by ``leaf``, a detached copy of ``parameter``. The gradient goes to ``leaf``."""
-        if bfloat16.are_entered():
+        if bfloat16.are_active():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
             )
@@ -197,7 +197,7 @@ class Matmul:
     ) -> paddle.Tensor:
         if not paddle.in_dynamic_mode():  # while exporting
             return _product(x, weight, bias, is_transposed)
-        on_cpu = bfloat16.are_entered()
+        on_cpu = bfloat16.are_active()
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         adds = trains and self.adds_to_main_gradient(weight)
@@ -234,14 +234,14 @@ class Matmul:
         copy = self._copies.get(id(parameter))
         if copy is None:
             self.uses["casts"] += 1
-            cast = bfloat16.cast if bfloat16.are_entered() else partial(paddle.cast, dtype=self._dtype)
+            cast = bfloat16.cast if bfloat16.are_active() else partial(paddle.cast, dtype=self._dtype)
             copy = self._copies[id(parameter)] = cast(parameter.detach())
         self.uses["weight_cast"] += 1
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """Return the tensor to multiply by in place of ``parameter``, attached to the autograd graph."""
-        if self._dtype is None or self._copies is None or bfloat16.are_entered():
+        if self._dtype is None or self._copies is None or bfloat16.are_active():
             return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)
         return parameter if value.dtype == parameter.dtype else _Copy.apply(parameter, _Holder(value))
@@ -450,7 +450,7 @@ class _GroupedWork(_Work):
 
 
 def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transposes: bool) -> None:
-    if bfloat16.are_entered():
+    if bfloat16.are_active():
         paddle.assign(bfloat16.matmul(x, y, **transposes), out)
     else:
         paddle.matmul(x, y, out=out, **transposes)

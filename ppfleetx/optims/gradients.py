@@ -40,7 +40,7 @@ def complete_gradient(parameter: Tensor) -> Tensor:
     return zeros
 
 
-def expects_gradient(parameter: Tensor) -> bool:
+def is_in_use(parameter: Tensor) -> bool:
     """Return whether training steps use the parameter at present. If not, it gets no gradient, and reductions
     leave it out. The answer is the same on all ranks."""
     return not getattr(parameter, "is_idle", False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_hidden
+from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_block_matrix
 from ppfleetx.nn.param_spec import ParamSpec
 
 
@@ -27,7 +27,7 @@ def takes_all(spec: ParamSpec) -> bool:
 def is_hidden_matrix(spec: ParamSpec) -> bool:
     """Return whether a parameter is a weight matrix inside a transformer block, but not of a router or an
     adapter."""
-    return is_hidden(spec.name, spec.kind)
+    return is_block_matrix(spec.name, spec.kind)
 
 
 MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, "AdamW": takes_all}

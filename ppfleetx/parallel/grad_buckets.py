@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import paddle
 
 from ppfleetx.distributed.collectives import flatten_in_place
-from ppfleetx.optims.gradients import complete_gradient, expects_gradient
+from ppfleetx.optims.gradients import complete_gradient, is_in_use
 
 Start = Callable[[paddle.Tensor], Any]
 """A function that starts an in-place reduction of a flat tensor, and returns the task to wait for."""
@@ -93,7 +93,7 @@ class SendOrder:
     def _is_complete(self) -> bool:
         earlier, index = divmod(self._num_sent, len(self._buckets))
         passes = earlier + 1 if self._each_pass else self._num_passes
-        return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
+        return all(not is_in_use(p) or self._has(p, passes) for p in self._buckets[index])
 
     def _has(self, parameter: paddle.Tensor, passes: int) -> bool:
         parts = self._per_pass.get(id(parameter), 1 if self._each_pass else math.inf)
@@ -131,7 +131,7 @@ class BucketSums:
 
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
-        gradients = [complete_gradient(p) for p in bucket.parameters if expects_gradient(p)]
+        gradients = [complete_gradient(p) for p in bucket.parameters if is_in_use(p)]
         # Completing early frees memory; it does not change the order of sends.
         while self._under_way and self._under_way[0][0].is_completed():
             self._complete()

@@ -27,7 +27,7 @@ from ppfleetx.nn.param_spec import (
     norm_axes,
     writes,
 )
-from ppfleetx.optims.gradients import complete_gradient, expects_gradient, scale_to_norm, squared_norm
+from ppfleetx.optims.gradients import complete_gradient, is_in_use, scale_to_norm, squared_norm
 from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class GradientSync:
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
     """Return the gradients of the parameters that are in use. A gradient that no backward pass produced is
     zero."""
-    return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
+    return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:

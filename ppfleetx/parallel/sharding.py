@@ -22,7 +22,7 @@ from ppfleetx.optims.gradients import (
     add_gradient,
     complete_gradient,
     drop_gradient,
-    expects_gradient,
+    is_in_use,
     take_gradient,
 )
 from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, SendOrder, cut
@@ -225,7 +225,7 @@ class Sharding:
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
         """Start to reduce a bucket's gradients to the owner, which accumulates them over micro batches."""
-        parameters = [p for p in bucket if expects_gradient(p)]
+        parameters = [p for p in bucket if is_in_use(p)]
         if not parameters:
             return
         axes, owner, _ = self._bucket_key(parameters[0])

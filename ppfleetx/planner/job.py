@@ -300,7 +300,7 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
     """Return whether attention uses flash attention: ``attention_kernel`` and the card must allow it.
 
-    A Paddle plugin may lack the kernel, so the result for its device is False.
+    It is False for custom devices, because their Paddle plugins may lack the kernel.
     """
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False

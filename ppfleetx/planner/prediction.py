@@ -13,7 +13,14 @@ from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
 from ppfleetx.planner.plan_to_config import plan_text
-from ppfleetx.planner.step_time import QuickPasses, StepTime, quick_passes, quick_seconds, spread, step_time
+from ppfleetx.planner.step_time import (
+    EstimatedPasses,
+    StepTime,
+    estimate_passes,
+    estimate_seconds,
+    spread,
+    step_time,
+)
 from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tflops_per_device
 
 HOUR = 3_600.0
@@ -53,21 +60,21 @@ class Prediction:
         return self.time.interval[2]
 
     @cached_property
-    def _quick_passes(self) -> QuickPasses:
-        return quick_passes(self.job, self.cluster)
+    def _estimated_passes(self) -> EstimatedPasses:
+        return estimate_passes(self.job, self.cluster)
 
     @property
-    def quickly_at_least(self) -> float:
-        """A lower bound of :attr:`quickly_at_most`, in seconds, which is faster to compute.
+    def estimated_at_least(self) -> float:
+        """A lower bound of :attr:`estimated_at_most`, in seconds, which is faster to compute.
 
         It counts the passes and pipeline messages of a step, but not the work after them.
         """
-        return self._quick_passes.seconds * spread(self.job, self.cluster)[1]
+        return self._estimated_passes.seconds * spread(self.job, self.cluster)[1]
 
     @cached_property
-    def quickly_at_most(self) -> float:
+    def estimated_at_most(self) -> float:
         """An estimate of :attr:`likely_at_most` without simulating the pipeline schedule."""
-        seconds = quick_seconds(self.job, self.cluster, self._quick_passes)
+        seconds = estimate_seconds(self.job, self.cluster, self._estimated_passes)
         return seconds * spread(self.job, self.cluster)[1]
 
     @property

@@ -62,7 +62,8 @@ def _daly(save: float, mtbf: float) -> float:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the size of a checkpoint in bytes: optimizer states, and parameters or their master copies."""
+    """Return the size of a checkpoint in bytes: optimizer states, and the float32 master weights or, if there
+    are none, the parameters."""
     each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
     return parameter_count(job.model) * each
 

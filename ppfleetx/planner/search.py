@@ -135,8 +135,8 @@ class _Search:
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
             prediction = Prediction(candidate, self.cluster)
             if self.goal == "time" and (
-                self.short.has_no_room_for(prediction.quickly_at_least)
-                or self.short.has_no_room_for(prediction.quickly_at_most)
+                self.short.has_no_room_for(prediction.estimated_at_least)
+                or self.short.has_no_room_for(prediction.estimated_at_most)
             ):
                 self.found.slower += 1
                 return all_fit
@@ -145,7 +145,7 @@ class _Search:
                 self.found.unfit += 1
                 continue
             self.found.fit += 1
-            score = prediction.quickly_at_most if self.goal == "time" else prediction.fullest
+            score = prediction.estimated_at_most if self.goal == "time" else prediction.fullest
             self.short.add(score, prediction)
             if self.goal == "time":
                 return all_fit

@@ -191,7 +191,7 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
 
 
 @dataclass(frozen=True)
-class QuickPasses:
+class EstimatedPasses:
     """The time of the passes and pipeline messages of a step, estimated without a simulation.
 
     Attributes:
@@ -203,7 +203,7 @@ class QuickPasses:
     of_stages: dict[int, PassSeconds]
 
 
-def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
+def estimate_passes(job: Job, cluster: Cluster) -> EstimatedPasses:
     """Estimate the time of all passes and pipeline messages of a step without simulating the schedule."""
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -227,16 +227,16 @@ def quick_passes(job: Job, cluster: Cluster) -> QuickPasses:
             # Stages compute weight gradients in some of this time.
             filling -= 2 * min(_weight_seconds(job, cluster))
         total += (plan.pp - 1) * filling
-    return QuickPasses(total * cluster.straggling(plan.world_size), ways)
+    return EstimatedPasses(total * cluster.straggling(plan.world_size), ways)
 
 
-def quick_seconds(job: Job, cluster: Cluster, passes: QuickPasses | None = None) -> float:
+def estimate_seconds(job: Job, cluster: Cluster, passes: EstimatedPasses | None = None) -> float:
     """Estimate the result of :func:`step_time` without simulating the schedule.
 
     Args:
-        passes: the result of :func:`quick_passes`; None: compute it.
+        passes: the result of :func:`estimate_passes`; None: compute it.
     """
-    passes = passes or quick_passes(job, cluster)
+    passes = passes or estimate_passes(job, cluster)
     ranks = {stage: (held_parameters(job, stage), ways) for stage, ways in passes.of_stages.items()}
     after = _after_passes(job, cluster, ranks)[-1]
     return passes.seconds + after * cluster.straggling(job.plan.world_size)

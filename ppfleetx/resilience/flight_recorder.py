@@ -63,8 +63,8 @@ class CallRecord:
     """The last :data:`KEPT` collectives and messages of this process, and what the program is waiting for.
 
     Attributes:
-        blocked_on: returns the task for which the program is waiting, or None. The attribute itself is None
-            if the communication library cannot tell.
+        blocked_on: a function that returns the task for which the program is waiting, or None. It is missing
+            (None) if the communication library cannot tell.
         join_device: a function that a thread must call before it asks tasks whether they are done.
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.

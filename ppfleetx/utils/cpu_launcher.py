@@ -71,8 +71,8 @@ def apply() -> None:
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Apply the changes of this module to this process, which must be Paddle's launcher. ``options`` are the
-    launcher's arguments. A second call has no effect."""
+    """Patch Paddle's launcher, which must be this process, with the functions of this module. ``options`` are
+    the launcher's arguments. A second call has no effect."""
     # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
         return

@@ -70,7 +70,7 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
     return {part[-1] for part in parts if part[0] in backends}
 
 
-def on_the_host(cfg: RunConfig, device: str) -> list[str]:
+def host_operator_notes(cfg: RunConfig, device: str) -> list[str]:
     """Return a sentence for each configuration key that makes a run on an Ascend card do some operations on
     the host. ``docs/devices/ascend.md`` has the full list of these operations."""
     if device != NPU:

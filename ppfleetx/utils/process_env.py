@@ -162,7 +162,8 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context manager in which an import of Paddle is as fast and as quiet as by :func:`import_paddle`."""
+    """Context manager for importing Paddle as :func:`import_paddle` does: faster, and without its
+    warnings."""
     if "paddle" in sys.modules:
         yield
         return

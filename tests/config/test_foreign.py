@@ -3,7 +3,7 @@
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_annotations import all_keys, names_of_others, our_key
+from ppfleetx.config.field_annotations import all_keys, names_of_others, ppfleetx_key
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 
@@ -14,7 +14,7 @@ def test_every_synonym_leads_to_a_key_and_is_none_itself():
     assert set(ours.values()) <= set(keys)
     assert not {name for name, key in ours.items() if name == key.rpartition(".")[2]}
     # A name of ours, elsewhere: both are suggested.
-    assert our_key("--Tensor-Model-Parallel-Size") == "Distributed.mp_degree"
+    assert ppfleetx_key("--Tensor-Model-Parallel-Size") == "Distributed.mp_degree"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils import devices
 from ppfleetx.utils.devices import not_supported_reasons
-from ppfleetx.utils.gpu_operators import on_the_host
+from ppfleetx.utils.gpu_operators import host_operator_notes
 from tools.gen_config_docs import field_docs, json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -190,9 +190,9 @@ def test_evaluation_is_announced_only_with_data_for_it(small):
 )
 def test_what_ascend_leaves_to_the_host_is_named(small, overrides, key):
     cfg = load_config(small, overrides)
-    assert on_the_host(cfg, "gpu") == []
-    assert [note.startswith(key) for note in on_the_host(cfg, "npu")] == [True] * bool(key)
-    assert all(note in check_report(cfg, "npu") for note in on_the_host(cfg, "npu"))
+    assert host_operator_notes(cfg, "gpu") == []
+    assert [note.startswith(key) for note in host_operator_notes(cfg, "npu")] == [True] * bool(key)
+    assert all(note in check_report(cfg, "npu") for note in host_operator_notes(cfg, "npu"))
 
 
 def test_every_field_is_documented():

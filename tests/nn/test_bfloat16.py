@@ -139,11 +139,11 @@ def test_both_levels_keep_parameters_in_float32():
         made = Precision(CFG.model_copy(update={"level": level}))
         assert made.products_alone and not made.lowers_parameters and made.types == ("float32",)
         with made.autocast():
-            assert bfloat16.are_entered()
-        assert not bfloat16.are_entered()
+            assert bfloat16.are_active()
+        assert not bfloat16.are_active()
     black = Precision(CFG.model_copy(update={"custom_black_list": ("matmul",)}))
     with black.autocast():
-        assert not bfloat16.are_entered()
+        assert not bfloat16.are_active()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ppfleetx.planner.job import Job, Overlap, Precision, job_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.step_time import (
     PassSeconds,
-    quick_seconds,
+    estimate_seconds,
     step_time,
     waited_for_gradients,
     waited_for_layer,
@@ -79,7 +79,7 @@ def test_steps_become_shorter_by_what_is_hidden(stage):
     assert one.seconds < other.seconds
     assert one.seconds >= other.seconds - other.exposed_communication * cluster.straggling(8)
     assert sum(one.parts.values()) - one.parts["recompute"] == pytest.approx(one.seconds)
-    assert quick_seconds(hidden, cluster) == pytest.approx(one.seconds, rel=0.02)
+    assert estimate_seconds(hidden, cluster) == pytest.approx(one.seconds, rel=0.02)
 
 
 def test_published_runs_hide_nothing():
@@ -101,6 +101,6 @@ def test_messages_behind_the_passes():
     one, other = step_time(hidden, cluster), step_time(waited, cluster)
     assert other.seconds - other.parts["pipeline"] < one.seconds < other.seconds
     assert sum(one.parts.values()) - one.parts["recompute"] == pytest.approx(one.seconds)
-    assert quick_seconds(hidden, cluster) == pytest.approx(one.seconds, rel=0.02)
+    assert estimate_seconds(hidden, cluster) == pytest.approx(one.seconds, rel=0.02)
     chunks = replace(hidden, plan=replace(hidden.plan, virtual_pp_degree=3))
     assert hidden.overlaps_messages and not chunks.overlaps_messages

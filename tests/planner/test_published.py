@@ -81,7 +81,7 @@ def test_a_plan_whose_time_is_less_certain_has_to_be_better_by_as_much(axes):
     by_end = sorted(fitting, key=lambda plan: fitting[plan].likely_at_most)
     assert 2 in [mp for mp, *_ in by_time[:5]]
     assert 2 not in [mp for mp, *_ in by_end[:10]]
-    quickly = sorted(fitting, key=lambda plan: fitting[plan].quickly_at_most)
+    quickly = sorted(fitting, key=lambda plan: fitting[plan].estimated_at_most)
     assert 2 not in [mp for mp, *_ in quickly[:10]]
 
 

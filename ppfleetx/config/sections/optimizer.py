@@ -203,7 +203,7 @@ class ParamGroupConfig(Section):
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
-def is_hidden(name: str, kind: ParamKind) -> bool:
+def is_block_matrix(name: str, kind: ParamKind) -> bool:
     """Whether Muon updates this parameter: a weight matrix in a block, but not of a router or an adapter."""
     return kind == "matrix" and name.startswith("decoder.layers.")
 
@@ -255,7 +255,7 @@ class OptimizerConfig(Section):
         """
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)
-        few = traits.matrix_states if is_hidden(name, kind) else None
+        few = traits.matrix_states if is_block_matrix(name, kind) else None
         return traits.states if few is None else few
 
     def violations(self) -> Iterator[RuleError]:

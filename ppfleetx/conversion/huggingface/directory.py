@@ -30,7 +30,7 @@ from ppfleetx.conversion.huggingface.read_files import (
     read_stored,
 )
 from ppfleetx.conversion.huggingface.rope import rope_notes
-from ppfleetx.conversion.huggingface.tensor_mapping import Rule, loads, network, rules
+from ppfleetx.conversion.huggingface.tensor_mapping import Rule, expert_loads, network, rules
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 
@@ -52,7 +52,7 @@ def read_hf(directory: str | Path) -> Weights:
     stored = dequantized(in_hf_layout(files, config, keys, directory), config, directory, in_out=in_out)
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
     vocab = keys["vocab_size"]
-    tensors = loads(network(config))
+    tensors = expert_loads(network(config))
     used: set[str] = set()
     for rule in rules(config):
         theirs = [_name_in_files(stored, name, directory) for name in rule.theirs]

@@ -45,7 +45,8 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """Return the table `SIZES` with some ``config.json`` keys renamed, each given as ``usual="renamed"``."""
+    """Return the table `SIZES` for a family with other ``config.json`` keys. A keyword argument is the usual
+    key, and its value is the family's key."""
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 
@@ -130,7 +131,7 @@ _BLOOM_NAMES = {
 }
 
 _GPT_KIN: dict[str, Family] = {
-    "gpt2": GPT.but(
+    "gpt2": GPT.variant(
         "GPT2LMHeadModel",
         activation("activation_function", "gelu_new"),
         EMBEDDING_DROPOUT,
@@ -168,7 +169,7 @@ _GPT_KIN: dict[str, Family] = {
             Feature(_NEOX_ROTARY, rotary_keys, hf_neox_rope),
         ),
     ),
-    "gptj": GPT.but(
+    "gptj": GPT.variant(
         "GPTJForCausalLM",
         activation("activation_function", "gelu_new"),
         Feature({"rotary_dim"}, _gptj, lambda model: {"rotary_dim": model.rotary_size}),
@@ -206,7 +207,7 @@ _GPT_KIN: dict[str, Family] = {
         (activation("hidden_act", "gelu_new"), EMBEDDING_DROPOUT, PARTIAL_ROTARY),
         off={"qk_layernorm": (False,), "tie_word_embeddings": (False,)},
     ),
-    "gpt_bigcode": GPT.but(
+    "gpt_bigcode": GPT.variant(
         "GPTBigCodeForCausalLM",
         activation("activation_function", "gelu_pytorch_tanh"),
         Feature(

@@ -73,7 +73,7 @@ class Family:
     required: Collection[str] = ()
     off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def but(
+    def variant(
         self, architecture: str, *features: Feature, without: Collection[str] = (), **changes: Any
     ) -> Family:
         """Make the description of a similar model type from this one.

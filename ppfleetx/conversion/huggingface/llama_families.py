@@ -90,7 +90,7 @@ _SCALE = Feature(
     lambda config: {"attention_multiplier": config.get("query_pre_attn_scalar", 256) ** -0.5},
     lambda model: {"query_pre_attn_scalar": (model.attention_multiplier or model.head_size**-0.5) ** -2},
 )
-_GEMMA = LLAMA.but(
+_GEMMA = LLAMA.variant(
     "GemmaForCausalLM",
     Feature({"hidden_act", "hidden_activation"}, _gemma, lambda _: dict.fromkeys(_GEMMA_KEYS, _TANH[0])),
     keys=ATTENTION_BIAS | TIED,
@@ -99,7 +99,7 @@ _GEMMA = LLAMA.but(
     off={"use_bidirectional_attention": (False,)},
 )
 _GEMMA_KEYS = ("hidden_act", "hidden_activation")
-_GEMMA2 = _GEMMA.but(
+_GEMMA2 = _GEMMA.variant(
     "Gemma2ForCausalLM",
     _SCALE,
     keys={
@@ -151,7 +151,7 @@ def _norms_of_heads(key: str) -> Feature:
     return Feature({key}, read, lambda model: {key: model.qk_layernorm == "each_head"})
 
 
-_COHERE = LLAMA.but(
+_COHERE = LLAMA.variant(
     "CohereForCausalLM",
     ROTARY,
     without=("rms_norm_eps",),
@@ -175,7 +175,7 @@ def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- GLM
 
-_GLM = LLAMA.but(
+_GLM = LLAMA.variant(
     "GlmForCausalLM",
     PARTIAL_ROTARY,
     keys={"attention_bias": ("add_qkv_bias", True)},
@@ -213,7 +213,7 @@ def _olmo3(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
     return rope_by_kind(config, pattern, base=base, local=base)
 
 
-_OLMO = LLAMA.but(
+_OLMO = LLAMA.variant(
     "Olmo2ForCausalLM",
     keys=ATTENTION_BIAS | EPSILON,
     fixed={"qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False},
@@ -251,15 +251,15 @@ _OWN_CODE = Feature({"auto_map"})
 """For families whose code comes with the model, not with transformers."""
 
 LLAMA_KIN: dict[str, Family] = {
-    "llama": LLAMA.but("LlamaForCausalLM", ROTARY, keys=ATTENTION_BIAS | MLP_BIAS),
-    "qwen2": LLAMA.but(
+    "llama": LLAMA.variant("LlamaForCausalLM", ROTARY, keys=ATTENTION_BIAS | MLP_BIAS),
+    "qwen2": LLAMA.variant(
         "Qwen2ForCausalLM",
         ROTARY,
         _QWEN_WINDOW,
         fixed={"add_qkv_bias": True},
         required=_NUM_KV_HEADS,
     ),
-    "qwen3": LLAMA.but(
+    "qwen3": LLAMA.variant(
         "Qwen3ForCausalLM",
         ROTARY,
         _QWEN_WINDOW,
@@ -267,12 +267,12 @@ LLAMA_KIN: dict[str, Family] = {
         fixed={"qk_layernorm": True},
         required=_SIZES_OF_HEADS,
     ),
-    "mistral": LLAMA.but(
+    "mistral": LLAMA.variant(
         "MistralForCausalLM", ROTARY, WINDOW, required=("num_key_value_heads", "sliding_window")
     ),
-    "gemma": _GEMMA.but("GemmaForCausalLM", ROTARY),
-    "gemma2": _GEMMA2.but("Gemma2ForCausalLM", ROTARY, pattern(2)),
-    "gemma3_text": _GEMMA2.but(
+    "gemma": _GEMMA.variant("GemmaForCausalLM", ROTARY),
+    "gemma2": _GEMMA2.variant("Gemma2ForCausalLM", ROTARY, pattern(2)),
+    "gemma3_text": _GEMMA2.variant(
         "Gemma3ForCausalLM",
         Feature({*ROTARY.reads, "rope_local_base_freq"}, write=hf_rope),
         pattern(
@@ -285,7 +285,7 @@ LLAMA_KIN: dict[str, Family] = {
         Feature(write=lambda model: {"rope_local_base_freq": model.local_rotary_base or model.rotary_base}),
         fixed={"qk_layernorm": True},
     ),
-    "granite": LLAMA.but(
+    "granite": LLAMA.variant(
         "GraniteForCausalLM",
         ROTARY,
         Feature(
@@ -301,17 +301,17 @@ LLAMA_KIN: dict[str, Family] = {
             "attention_multiplier": ("attention_multiplier", 1.0),
         },
     ),
-    "minicpm": LLAMA.but(
+    "minicpm": LLAMA.variant(
         "MiniCPMForCausalLM",
         ROTARY,
         Feature({"scale_emb", "scale_depth", "dim_model_base"}, _minicpm, _write_minicpm),
         _OWN_CODE,
         keys=TIED,
     ),
-    "cohere": _COHERE.but("CohereForCausalLM", _norms_of_heads("use_qk_norm")),
-    "cohere2": _COHERE.but("Cohere2ForCausalLM", pattern(4, period=PERIOD, also=_cohere2)),
+    "cohere": _COHERE.variant("CohereForCausalLM", _norms_of_heads("use_qk_norm")),
+    "cohere2": _COHERE.variant("Cohere2ForCausalLM", pattern(4, period=PERIOD, also=_cohere2)),
     "glm": _GLM,
-    "glm4": _GLM.but(
+    "glm4": _GLM.variant(
         "Glm4ForCausalLM",
         fixed={"sandwich_norm": True},
         names=in_layers(
@@ -322,7 +322,7 @@ LLAMA_KIN: dict[str, Family] = {
             },
         ),
     ),
-    "stablelm": LLAMA.but(
+    "stablelm": LLAMA.variant(
         "StableLmForCausalLM",
         PARTIAL_ROTARY,
         Feature(
@@ -346,7 +346,7 @@ LLAMA_KIN: dict[str, Family] = {
             },
         ),
     ),
-    "phi3": LLAMA.but(
+    "phi3": LLAMA.variant(
         "Phi3ForCausalLM",
         PARTIAL_ROTARY,
         WINDOW,
@@ -355,7 +355,7 @@ LLAMA_KIN: dict[str, Family] = {
         names=_GATE_AND_UP | in_layers(_LAYER, {"attention.qkv": "self_attn.qkv_proj"}),
         has_parts_in_a_row=True,
     ),
-    "smollm3": LLAMA.but(
+    "smollm3": LLAMA.variant(
         "SmolLM3ForCausalLM",
         ROTARY,
         Feature(
@@ -366,18 +366,18 @@ LLAMA_KIN: dict[str, Family] = {
         keys=ATTENTION_BIAS | TIED | MLP_BIAS,
         required=_NUM_KV_HEADS,
     ),
-    "olmo2": _OLMO.but("Olmo2ForCausalLM", ROTARY),
-    "olmo3": _OLMO.but(
+    "olmo2": _OLMO.variant("Olmo2ForCausalLM", ROTARY),
+    "olmo3": _OLMO.variant(
         "Olmo3ForCausalLM", Feature(ROTARY.reads, write=hf_rope_by_kind), pattern(4, also=_olmo3)
     ),
-    "ernie4_5": LLAMA.but(
+    "ernie4_5": LLAMA.variant(
         "Ernie4_5ForCausalLM",
         rotary(5e5),
         keys=TIED | EPSILON | {"use_bias": ("add_qkv_bias add_out_proj_bias add_mlp_bias", False)},
         fixed={"rotary_interleaved": True},
         required=_SIZES_OF_HEADS,
     ),
-    "seed_oss": LLAMA.but(
+    "seed_oss": LLAMA.variant(
         "SeedOssForCausalLM",
         ROTARY,
         keys=MLP_BIAS
@@ -390,7 +390,7 @@ LLAMA_KIN: dict[str, Family] = {
         fixed={"embedding_dropout_prob": 0.0},
         required=_SIZES_OF_HEADS,
     ),
-    "internlm2": LLAMA.but(
+    "internlm2": LLAMA.variant(
         "InternLM2ForCausalLM",
         ROTARY,
         _OWN_CODE,
@@ -412,7 +412,7 @@ LLAMA_KIN: dict[str, Family] = {
         },
         part_names={"gate": "w1", "up": "w3"},
     ),
-    "baichuan": LLAMA.but(
+    "baichuan": LLAMA.variant(
         "BaichuanForCausalLM",
         Feature({*ROTARY.reads, "max_position_embeddings", "model_max_length"}, _baichuan, _write_baichuan),
         _OWN_CODE,

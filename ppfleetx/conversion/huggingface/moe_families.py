@@ -86,7 +86,7 @@ def _pooled_loss(weight: float) -> Feature:
 
 _LAYER = "model.layers.{}"
 _ALIAS = {"num_local_experts": "num_experts"}
-_MIXTURE = LLAMA.but(
+_MIXTURE = LLAMA.variant(
     "",
     fixed={"moe.router.score": "softmax"},
     names=in_layers(
@@ -104,7 +104,7 @@ _EXPERT_KEYS = {
     "num_experts_per_tok": ("moe.top_k", NEEDED),
     "norm_topk_prob": ("moe.router.normalize", False),
 }
-_QWEN = _MIXTURE.but(
+_QWEN = _MIXTURE.variant(
     "",
     ROTARY,
     _QWEN_LAYERS,
@@ -124,7 +124,7 @@ def _write_qwen3_window(model: ModelConfig) -> dict[str, Any]:
 
 
 _SOFTMAX: dict[str, Family] = {
-    "mixtral": _MIXTURE.but(
+    "mixtral": _MIXTURE.variant(
         "MixtralForCausalLM",
         rotary(1e6),
         WINDOW,
@@ -146,7 +146,7 @@ _SOFTMAX: dict[str, Family] = {
         ),
         part_names={"gate": "w1", "up": "w3"},
     ),
-    "qwen2_moe": _QWEN.but(
+    "qwen2_moe": _QWEN.variant(
         "Qwen2MoeForCausalLM",
         # A window needs use_sliding_window, which is refused.
         Feature({"sliding_window"}, write=lambda _: {"use_sliding_window": False}),
@@ -164,14 +164,14 @@ _SOFTMAX: dict[str, Family] = {
             },
         ),
     ),
-    "qwen3_moe": _QWEN.but(
+    "qwen3_moe": _QWEN.variant(
         "Qwen3MoeForCausalLM",
         Feature({"use_sliding_window", "sliding_window"}, _qwen3_window, _write_qwen3_window),
         keys=ATTENTION_BIAS,
         fixed={"qk_layernorm": True},
         aliases=_ALIAS,
     ),
-    "olmoe": _MIXTURE.but(
+    "olmoe": _MIXTURE.variant(
         "OlmoeForCausalLM",
         ROTARY,
         _pooled_loss(0.01),
@@ -232,7 +232,7 @@ def _experts_of_deepseek(
     )  # fmt: skip
 
 
-_DEEPSEEK = _MIXTURE.but(
+_DEEPSEEK = _MIXTURE.variant(
     "",
     keys={
         "n_routed_experts": ("moe.num_experts", NEEDED),
@@ -272,7 +272,7 @@ def _latent(config: Config) -> dict[str, Any]:
     return rope_keys(config)
 
 
-_LATENT = _DEEPSEEK.but(
+_LATENT = _DEEPSEEK.variant(
     "",
     # Head sizes follow from the keys of latent attention.
     Feature(
@@ -315,7 +315,7 @@ def _write_topk_method(model: ModelConfig) -> dict[str, Any]:
 
 
 MIXTURES: dict[str, Family] = _SOFTMAX | {
-    "glm4_moe": _DEEPSEEK.but(
+    "glm4_moe": _DEEPSEEK.variant(
         "Glm4MoeForCausalLM",
         PARTIAL_ROTARY,
         _experts_of_deepseek(1),
@@ -328,7 +328,7 @@ MIXTURES: dict[str, Family] = _SOFTMAX | {
         fixed=_SIGMOID,
         off=_SIGMOID_OFF,
     ),
-    "deepseek_v3": _LATENT.but(
+    "deepseek_v3": _LATENT.variant(
         "DeepseekV3ForCausalLM",
         _experts_of_deepseek(3),
         keys={
@@ -340,7 +340,7 @@ MIXTURES: dict[str, Family] = _SOFTMAX | {
         required=("q_lora_rank", "n_group", "topk_group"),
         off=_SIGMOID_OFF,
     ),
-    "deepseek_v2": _LATENT.but(
+    "deepseek_v2": _LATENT.variant(
         "DeepseekV2ForCausalLM",
         _experts_of_deepseek(0, _without_unused_groups),
         Feature({"topk_method"}, write=_write_topk_method),

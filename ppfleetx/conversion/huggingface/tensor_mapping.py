@@ -118,7 +118,7 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
-def loads(model: ModelConfig) -> dict[str, LazyTensor]:
+def expert_loads(model: ModelConfig) -> dict[str, LazyTensor]:
     """Make the tensors in which training measures the load of each expert, with their initial values."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))

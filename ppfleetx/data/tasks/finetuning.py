@@ -196,7 +196,7 @@ class GlueDataset(RecordDataset):
         parts = [self.tokenizer.encode_prompt(text, add_special_tokens=False) for text in texts]
         prefix = self.tokenizer.prefix_ids[: self.max_seq_len]
         room = max(0, self.max_seq_len - len(prefix) - (len(parts) - 1))
-        sizes = longest_first([len(part) for part in parts], room)
+        sizes = truncate_longest_first([len(part) for part in parts], room)
         parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         joined = [*prefix, *parts[0]]
         for part in parts[1:]:
@@ -204,7 +204,7 @@ class GlueDataset(RecordDataset):
         return joined[: self.max_seq_len] or [self.tokenizer.eod_id]
 
 
-def longest_first(sizes: Sequence[int], room: int) -> list[int]:
+def truncate_longest_first(sizes: Sequence[int], room: int) -> list[int]:
     """Return the numbers of tokens of one or two texts after truncating them to ``room`` tokens in total.
     Tokens are removed from the longer text first."""
     if sum(sizes) <= room:

@@ -30,7 +30,7 @@ from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.sampling import TokenScore, choose_tokens, embedding_of, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
-from ppfleetx.generation.speculative_decoding import MOST_ROWS, worthwhile
+from ppfleetx.generation.speculative_decoding import MOST_ROWS, best_draft_count
 from ppfleetx.utils.log import get_logger
 
 _RETRY_SECONDS = 1
@@ -215,7 +215,7 @@ class Scheduler:
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
             return model.batch.next_logits().unsqueeze(0)
-        count = min(worthwhile([row.draft(most) for row in model.rows]), model.batch.max_drafts)
+        count = min(best_draft_count([row.draft(most) for row in model.rows]), model.batch.max_drafts)
         for row in model.rows:
             row.drafts = row.drafts[:count]
         return model.batch.logits_with_drafts([row.drafts for row in model.rows])

@@ -28,7 +28,7 @@ def products() -> Iterator[None]:
         _entered = before
 
 
-def are_entered() -> bool:
+def are_active() -> bool:
     """Return whether :func:`products` is active."""
     return _entered
 
