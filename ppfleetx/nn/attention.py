@@ -1,7 +1,6 @@
 """Self-attention with grouped key/value heads, rotary positions and a key/value cache.
 
-Shape letters: s positions, b batch, h hidden size, g key/value heads on this rank, r query heads per
-key/value head, n = g r query heads, q query positions, k key positions, d head size.
+Shape letters: s positions, b batch, h hidden size.
 """
 
 from __future__ import annotations
@@ -30,14 +29,16 @@ class KeyValueCache(Protocol):
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append ``key, value [b, g, s, d]`` of the new positions.
+        """Append the keys and values of the new positions to the cache.
 
         Args:
+            key, value: ``[batch, key/value heads, new positions, head size]``.
             window: number of earlier positions that each position may attend to; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
-                mask is None, the causal mask and the window apply.
+            All keys, all values, and a mask to add to the scores
+                ``[batch, heads, new positions, all positions]``. If the mask is None, the causal mask and the
+                window apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:
@@ -87,7 +88,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return the context ``[s, b, g * r * d]``. Recompute granularity ``core_attn`` recomputes this."""
+        """Return the output of attention before the output projection, ``[s, b, width]``. Recompute
+        granularity ``core_attn`` recomputes this."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -98,8 +100,13 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Compute attention of ``query [b, g, r, q, d]`` to ``key, value [b, g, k, d]``. A ``penalty`` is
-        added to the scores and replaces all masks."""
+        """Compute attention of queries to keys, and return the context. A ``penalty`` is added to the scores
+        and replaces all masks.
+
+        Args:
+            query: ``[batch, key/value heads, query heads per key/value head, queries, head size]``.
+            key, value: ``[batch, key/value heads, keys, head size]``.
+        """
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
@@ -109,7 +116,7 @@ class HeadAttention(nn.Layer):
 
 class Attention(HeadAttention):
     """Causal self-attention on ``[s, b, h]``. The columns of the fused projection are ordered by key/value
-    head: ``[g][q ... q, k, v][d]``."""
+    head: first the queries of that head, then its key and value."""
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
         super().__init__(factory, spec, **options)
@@ -162,8 +169,7 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Normalize the queries and keys in ``qkv [s, b, g, r + 2, d]`` by norms whose gain covers all heads
-        together."""
+        """Normalize the queries and keys in ``qkv`` by norms whose gain covers all heads together."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
@@ -186,8 +192,8 @@ class Attention(HeadAttention):
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``,
-        and apply the position embedding. Linear biases (ALiBi) make queries and keys two features wider."""
+        """Split the fused projection ``qkv`` into queries, keys and values by head, and apply the position
+        embedding. Linear biases (ALiBi) make queries and keys two features wider."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -217,7 +223,11 @@ class Attention(HeadAttention):
         return query, paddle.concat([key, parts], axis=-1)
 
     def _first_head(self, num_heads: int) -> int:
-        """Return the index in the model of the first of this rank's ``num_heads`` attention heads."""
+        """Return the global index of this rank's first attention head.
+
+        Args:
+            num_heads: number of attention heads on this rank.
+        """
         rank = 0
         for group in (self.factory.group, self.strategy.group):
             rank = rank if group is None else rank * group.nranks + group.rank
@@ -272,7 +282,8 @@ def _kept_bias_features(num_heads: int, first: int, count: int, width: int, devi
 
 
 def joined(context: paddle.Tensor) -> paddle.Tensor:
-    """Reshape attention's output ``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
+    """Reshape attention's output ``[batch, key/value heads, query heads per key/value head, s, head size]``
+    to ``[s, batch, width]``."""
     _, groups, per_group, num_queries, head_dim = context.shape
     if num_queries == 1:  # no transpose needed
         return context.reshape([1, -1, groups * per_group * head_dim])

@@ -140,7 +140,7 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Return the operations from the fused projection to separate heads for the memory simulation
+        """Return the operations that split the fused projection into heads, for the memory simulation
         (:mod:`ppfleetx.nn.tape`).
 
         Args:
@@ -346,7 +346,8 @@ class LatentAttentionSpec:
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def _down(self, width: int) -> LinearSpec:
-        """Return a projection to a compressed vector, which every tensor-parallel rank computes whole."""
+        """Return the declaration of a projection to a compressed vector. Every tensor-parallel rank computes
+        the whole vector."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
@@ -366,8 +367,8 @@ class LatentAttentionSpec:
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Return two sizes on one rank in bytes: that of all queries, which is also that of all keys, and
-        that of all values."""
+        """Return the sizes in bytes, on one rank, of the queries and of the values. Keys are as large as
+        queries."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 

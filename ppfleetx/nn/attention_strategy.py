@@ -35,18 +35,22 @@ class AttentionStrategy:
     has_own_core = False  # True rules out kernels for packed queries, keys and values
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` (whole sequences) at the positions that this rank processes
-        outside attention."""
+        """Return the columns of ``ids [b, s]`` that this rank processes outside attention. ``ids`` has the
+        whole sequences."""
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` (whole sequences) at the positions whose queries this rank
-        processes in attention."""
+        """Return the columns of ``ids [b, s]`` at which this rank computes attention. ``ids`` has the whole
+        sequences."""
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Exchange queries, keys and values ``[s, b, g, r + 2, d]`` among the ranks before attention. The
-        result has the positions and heads for which this rank computes attention."""
+        """Exchange queries, keys and values among the context-parallel ranks before attention. The result has
+        the positions and heads for which this rank computes attention.
+
+        Args:
+            qkv: ``[s, b, key/value heads, query heads per key/value head + 2, head size]``.
+        """
         # Latent attention passes other sizes of the last two dimensions.
         return qkv
 

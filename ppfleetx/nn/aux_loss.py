@@ -142,8 +142,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the loss weights of a micro batch's positions, ``[s, b]`` (the loss mask), or of its rows,
-        ``[b]``."""
+        """Return weights in the loss: ``[s, b]`` for the micro batch's positions on this rank if ``of`` is
+        ``tokens``, otherwise ``[b]`` for its rows."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -153,7 +153,8 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return what one micro batch adds to the count by which the sum of a metric is divided."""
+        """Return the share of one micro batch in the divisor of a metric: its number of valid tokens or
+        sequences, or its fraction of the step."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
@@ -188,7 +189,8 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Return which tokens ``[b, s]`` or rows ``[b]`` of a micro batch count in the loss, as weights."""
+    """Return weights in the loss: ``[b, s]`` for the micro batch's tokens if ``of`` is ``tokens``, otherwise
+    ``[b]`` for its rows."""
     mask = batch.get("loss_mask")
     if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)

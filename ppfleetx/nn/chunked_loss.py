@@ -1,7 +1,7 @@
 """Chunked loss: head and loss are computed in chunks ("pieces") of positions, so that the logits never exist
 as a whole (Hsu et al., Liger Kernel, 2024, section 3.2).
 
-Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits on this rank.
+Shape letters: s positions, b rows, h width of the hidden states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppfleetx.nn.kernels import softcapped
 from ppfleetx.nn.matmul import Matmul, in_dtype
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
-"""A function of the logits ``[s', b, V]`` of a chunk, its labels ``[b, s']`` and its mask ``[b, s']``."""
+"""A function of a chunk: logits ``[length, b, columns]``, labels and mask ``[b, length]``."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class DeferredLogits:
         return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits ``[chunk length, b, V]`` of each chunk, without gradients. The head's hooks do not
-        run."""
+        """Yield the logits ``[chunk length, b, columns]`` of each chunk, without gradients. The head's hooks
+        do not run."""
         return self.head.logits_in_pieces(self.hidden)
 
 
@@ -98,7 +98,7 @@ class ChunkedHead(nn.Layer):
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
-        """Return the head's weight and bias, and whether the weight is stored transposed, as ``[V, h]``."""
+        """Return the head's weight and bias, and whether the weight is stored as ``[columns, h]``."""
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
@@ -117,8 +117,8 @@ class ChunkedHead(nn.Layer):
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
-        """Run the head and ``target.function`` on each chunk of hidden states. Return the sum over the chunks
-        or, without gradients, the list of results.
+        """Run the head and ``target.function`` on each chunk of hidden states. If gradients are enabled,
+        return the sum over the chunks; otherwise return the results in a list.
 
         Args:
             whole: hidden states ``[s, b, h]`` of all chunks.

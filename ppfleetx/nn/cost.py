@@ -41,7 +41,7 @@ class Work:
         micro_batch: number of sequences.
         seq_len: tokens per sequence, over all context-parallel ranks.
         activation_bytes, parameter_bytes, gradient_bytes: bytes of one number.
-        kernels: the implementation whose operations are counted.
+        kernels: which kernels run the layers: ``cpu``, ``gpu``, ``plugin`` or ``fused``.
         ep: number of ranks that divide the experts of a layer.
         emp: number of ranks that slice each expert; None: ``mp``.
         imbalance: largest number of rows for the experts of one rank, divided by the mean over ranks.
@@ -81,8 +81,8 @@ class Work:
 
     @property
     def low_share(self) -> float:
-        """Extra memory for a new gradient before it is accumulated, as a share of the accumulated gradient.
-        It is 0 if both have the same type."""
+        """Extra memory that a new gradient takes until it is accumulated, as a fraction of the accumulated
+        gradient. It is 0 if both have the same type."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 

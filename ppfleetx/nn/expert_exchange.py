@@ -3,9 +3,6 @@ Lepikhin et al., "GShard", 2020).
 
 The exchange can have two levels, between nodes and inside a node (Nie et al., "HetuMoE", and Hwang et al.,
 "Tutel", 2022). All ranks take part in every exchange, even without rows.
-
-Shape letters: n rows of this rank, h hidden size, E experts of a layer; in tables of row counts, a nodes, i
-ranks per node.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ class ExpertExchange:
         self.adds_output_bias = emp is None or emp.rank == 0
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return this rank's share of ``rows [n, ...]``, so that rows that several ranks hold are dispatched
-        once. The backward pass gathers the gradient of all rows."""
+        """Return this rank's share of ``rows``, so that rows that several ranks hold are dispatched once. The
+        backward pass gathers the gradient of all rows."""
         if self._alike is None:
             return rows
         if rows.stop_gradient:
@@ -62,8 +59,8 @@ class ExpertExchange:
         """Start to send rows of hidden states to the ranks of their experts.
 
         Args:
-            rows: ``[n, h]``, sorted by expert.
-            counts: ``[E]`` int64, number of rows for each expert.
+            rows: ``[rows, h]``, sorted by expert.
+            counts: ``[experts]`` int64, number of rows for each expert.
         """
         if self._between is None and self._emp is None:
             return RoundTrip(rows, counts)
@@ -112,9 +109,10 @@ class Route:
 
     Attributes:
         sent: number of rows that this rank sends to each node.
-        passing: ``[a, i]``, number of rows from node a that this rank forwards to rank i of its own node.
-        table: ``[emp, i, a, experts of this rank]``, number of rows that each rank along ``emp`` receives
-            from rank i of node a for each expert.
+        passing: ``[nodes, ranks per node]``, number of rows from each node that this rank forwards to each
+            rank of its own node.
+        table: ``[emp, ranks per node, nodes, experts of this rank]``, number of rows that each rank along
+            ``emp`` receives from each rank of each node for each expert.
         zeros_at: index of a row of zeros among the rows sent; None: there is no such row.
         between, within, emp: the process groups, or None.
     """
@@ -129,8 +127,12 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Build the route of a dispatch from ``counts [E]``, this rank's number of rows for each expert. All
-        ranks must call this together, because they exchange the numbers."""
+        """Build the route of a dispatch. All ranks must call this together, because they exchange the
+        numbers.
+
+        Args:
+            counts: ``[experts]``, this rank's number of rows for each expert.
+        """
         # One exchange for each process group, and only one wait of the host for the device.
         (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
         num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
@@ -177,8 +179,8 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows received by a rank along the tensor-parallel axis inside an expert
-        (``emp``)."""
+        """Largest number of rows that any rank of ``emp`` receives. The ranks of ``emp`` slice the same
+        experts."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -196,7 +198,8 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort by expert the rows that were gathered along ``emp``."""
+        """Indices that sort rows by expert after they were gathered from the ranks that slice the same
+        experts."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
@@ -225,8 +228,8 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return the experts' outputs to the ranks that passed the rows to :meth:`spread`, in the order of
-        these rows. Outputs of ranks that slice the same experts are summed."""
+        """Send the experts' outputs back to the ranks that passed the rows to :meth:`spread`. Return those
+        of this rank's rows, in order. Outputs of ranks that slice the same experts are summed."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -291,9 +294,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
     """Return the indices that sort received rows by expert.
 
     Args:
-        table: number of rows, ``[slice, place, node, expert]``. A slice is a rank along ``emp``; a place is a
-            rank's index in its node.
-        stride: the rows of slice ``j`` start at ``j * stride``.
+        table: number of rows, ``[emp rank, rank in its node, node, expert]``.
+        stride: the rows that ``emp`` rank ``j`` received start at index ``j * stride``.
     """
     # Rows arrive ordered by slice, place, node and expert; each expert's rows are then ordered by slice, node
     # and place.

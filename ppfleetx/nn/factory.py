@@ -61,7 +61,8 @@ def _matrix_of(linear: nn.Layer) -> ParamSpec:
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
-    """Return the layer factory of a plan. Without ``train``, weights must not change once used."""
+    """Return the layer factory of a plan. If ``train`` is False, weights must not change after their first
+    use."""
     if ctx.size_of("mp") > 1:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
@@ -221,7 +222,7 @@ class LocalFactory:
         return values
 
     def _position_groups(self) -> list[Any]:
-        """Return the process groups among whose ranks the positions of the hidden states are divided."""
+        """Return the process groups whose ranks hold different positions of the same sequences."""
         return [] if self.attention.group is None else [self.attention.group]
 
     def token_loss(

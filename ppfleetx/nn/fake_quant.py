@@ -211,7 +211,7 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Prepare for a step: discard the observed maxima and the weight's bound, which may be outdated."""
+        """Discard the observed input maxima and the cached bound of the weight, before a step."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
@@ -278,7 +278,7 @@ def _freeze(layer: nn.Layer, _: NameOf) -> None:
 
 
 def _freeze_first(layer: nn.Layer, name_of: NameOf) -> None:
-    """Freeze the embedding, but let its output get a gradient, because the blocks need one at their input."""
+    """Freeze the embedding. Its output still requires a gradient."""
     _freeze(layer, name_of)
     layer.register_forward_post_hook(ask_for_gradient)
 

@@ -65,8 +65,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def limit(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """Return, as text for a message, the first limit of flash attention 2 or 3 (``version``) that forbids its
-    use; None if there is none.
+    """Return the reason why flash attention of this ``version`` (2 or 3) cannot run; None if it can.
 
     Args:
         capability: compute capability of the GPU, (major, minor).
@@ -113,7 +112,7 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Compute causal attention with flash attention. Values may be narrower than keys."""
+    """Compute causal attention with flash attention. Values may have a smaller head size than keys."""
     _, groups, per_group, _, head_dim = query.shape
     value_dim = value.shape[-1]
     if value_dim < head_dim:  # the kernels take one head size
@@ -141,7 +140,8 @@ def flash_attention(
 
 
 def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tensor:
-    """Compute causal attention ``[s, b, n * d]`` of ``qkv [s, b, n, 3, d]`` (query, key and value)."""
+    """Compute causal attention of ``qkv [s, b, heads, 3, head size]``, which packs queries, keys and values.
+    Return ``[s, b, heads * head size]``."""
     rows = qkv.transpose([1, 0, 3, 2, 4])
     probability = dropout.p if dropout.training else 0.0
     with getattr(dropout, "stream", nullcontext)():

@@ -132,8 +132,8 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Return whether the fused operator ``name`` runs on ``tensors`` of these types. It is False while
-        exporting."""
+        """Return whether the fused operator ``name`` is in use for the types of ``tensors``; always False
+        during an export."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
             return False
@@ -216,8 +216,8 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used with this type on this device. None if no reason is known; a
-    trial then shows whether it works."""
+    """Return why an operator cannot be used with this type on this device; None if its trial must decide
+    this."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"

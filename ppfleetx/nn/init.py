@@ -73,7 +73,8 @@ def _key(seed: int, name: str) -> np.ndarray:
 def _normal_tiles(
     key: np.ndarray, shape: Sequence[int], offset: Sequence[int], local_shape: Sequence[int]
 ) -> np.ndarray:
-    """Return standard normal float32 values of the slice ``local_shape`` at ``offset`` of a matrix."""
+    """Return a slice of a matrix of standard normal float32 values. The slice begins at ``offset`` and has
+    the shape ``local_shape``."""
     # Each tile is drawn from its own counter range of a Philox stream, so a rank draws only the tiles that
     # overlap its slice.
     out = np.empty(local_shape, dtype=np.float32)

@@ -52,9 +52,10 @@ def attend(
     """Compute causal attention with the kernel chosen by ``options``.
 
     Args:
-        document_start: ``[b, q]``, the first position that each query may attend to; None: no limit.
+        document_start: ``[batch, queries]``, the first position that each query may attend to; None: no
+            limit.
         penalty: added to the scores in place of the causal mask and ``document_start``; broadcasts against
-            ``[b, g * r, q, k]``.
+            ``[batch, heads, queries, keys]``.
 
     Raises:
         ConfigError: ``options`` require flash attention, and it cannot run here.
@@ -82,7 +83,8 @@ def attend(
 
 
 def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: KernelOptions) -> bool:
-    """Return whether ``qkv [s, b, n, 3, d]`` can use :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
+    """Return whether ``qkv [s, b, heads, 3, head size]`` can use
+    :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
     if options.kernel == "reference" or options.softcap or not options.fused.takes("packed_attention", qkv):
         return False
     return flash_version(qkv.shape[-1], packed=False) == 2 and not flash_obstacle(qkv, dropout, packed=False)
@@ -102,7 +104,7 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention by plain operators. Its result defines that of the other kernels."""
+    """Compute attention by plain operators. The other kernels must agree with its result."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
@@ -143,7 +145,7 @@ def _masked_softmax(
     document_start: paddle.Tensor | None,
     fused: FusedOps,
 ) -> paddle.Tensor:
-    """Return the softmax of scores ``[b, n, q, k]``; masked positions get probability 0."""
+    """Return the softmax of ``scores [batch, heads, queries, keys]``. Masked keys get probability 0."""
     if fused.takes("causal_softmax", scores) and document_start is None and _fits_triangle(scores):
         return _C_ops.fused_softmax_mask_upper_triangle(scores)
     return F.softmax(mask_scores(scores, num_queries, num_keys, document_start))
@@ -157,8 +159,8 @@ def _fits_triangle(scores: paddle.Tensor) -> bool:
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """Add ``penalty`` to scores in the layout ``[b, g, r * q, k]``. The penalty broadcasts against
-    ``[b, n, q, k]``, with n = g r heads."""
+    """Add ``penalty``, which broadcasts against ``[batch, heads, queries, keys]``, to scores whose query
+    heads are grouped by key/value head."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

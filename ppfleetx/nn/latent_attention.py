@@ -1,7 +1,6 @@
 """Multi-head latent attention: keys and values are projected from one compressed vector per position.
 
-Shape letters: s positions, b batch, n heads on this rank, c width of the compressed keys and values, t
-features of a key with rotary positions, p features without, v width of a value, k cached positions.
+Shape letters: s positions, b batch.
 """
 
 from __future__ import annotations
@@ -101,7 +100,8 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Exchange some positions of all heads for all positions of some heads, among sep ranks."""
+        """Exchange queries, keys and values among the context-parallel ranks. Afterwards this rank has all
+        positions of some of the heads."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
@@ -121,8 +121,8 @@ class LatentAttention(HeadAttention):
         """Attend to cached compressed vectors without projecting them to keys and values.
 
         Args:
-            compressed: ``[b, 1, k, kv_rank]``, the vectors of the k cached positions.
-            turned: ``[b, 1, k, rope_head_dim]``, the rotary features of their keys.
+            compressed: ``[b, 1, cached positions, kv_rank]``, the compressed vectors.
+            turned: ``[b, 1, cached positions, rope_head_dim]``, the rotary features of keys.
 
         Returns:
             The context ``[b, heads, 1, s, value_head_dim]``.
@@ -132,7 +132,8 @@ class LatentAttention(HeadAttention):
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)
         key = paddle.concat([compressed, turned], axis=-1)
-        # Kernels divide scores by the root of the key's width, here c + t; scale back to head_dim.
+        # Kernels divide scores by the root of the key's width, here kv_rank + rope_head_dim; scale back to
+        # head_dim.
         factor = (key.shape[-1] / self.spec.head_dim) ** 0.5
         query = (paddle.concat([latent, turning], axis=-1) * factor).unsqueeze(1)
         context = self.attend_heads(query, key, compressed, document_start, penalty)

@@ -38,8 +38,12 @@ class Linear(nn.Layer):
 
 
 class GroupedLinear(nn.Layer):
-    """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``. The
-    arguments are the shapes of this rank's parameters; ``bias`` None: no bias."""
+    """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` for group ``g``.
+
+    Args:
+        weight: shape of this rank's weight, ``[groups, in, out]``.
+        bias: shape of this rank's bias; None: there is no bias.
+    """
 
     def __init__(self, weight: Sequence[int], bias: Sequence[int] | None, matmul: Matmul) -> None:
         super().__init__()
@@ -49,7 +53,8 @@ class GroupedLinear(nn.Layer):
         self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, in]``, sorted by group, to ``[n, out]``. ``counts``: number of rows in each group."""
+        """Map ``x [rows, in]``, sorted by group, to ``[rows, out]``. ``counts`` has the number of rows of
+        each group."""
         return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
 
     def extra_repr(self) -> str:
@@ -73,7 +78,7 @@ def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
 
 
 def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
-    """Return ``x + smaller``, broadcast to the shape of ``x``, for passes without gradients."""
+    """Return ``x + smaller``, for passes without gradients. ``smaller`` is broadcast to ``x``."""
     # Paddle's CPU kernel is up to ten times slower with a broadcast. GPUs do not support expanding float16.
     if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.shape != smaller.shape):
         smaller = smaller.expand_as(x)
@@ -104,7 +109,7 @@ class VocabParallelEmbedding(nn.Layer):
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Return two results for each token: the row to read in this rank's part of the embedding table, and
-    whether the token belongs to this part, ``[..., 1]``. Tokens of other parts get any row."""
+    whether the token belongs to this part, ``[..., 1]``. Tokens of other parts get an arbitrary row."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
     # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.

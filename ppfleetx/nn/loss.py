@@ -26,12 +26,12 @@ def token_loss(
     """Return the sum of the cross entropy over the valid tokens of a micro batch.
 
     Args:
-        logits: ``[s, b, V]``, or an object that yields them in chunks. Columns from ``true_vocab`` on are
-            padding and get no probability.
+        logits: ``[s, b, columns]``, or an object that yields them in chunks. Columns from ``true_vocab`` on
+            are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
-        group: n ranks that divide the columns of the logits, in order of rank. Each passes ``[s, b, V / n]``,
-            and all get the same result. None: this rank has all columns.
+        group: the ranks that divide the columns of the logits equally, in order of rank. All of them get the
+            same result. None: this rank has all columns.
 
     Returns:
         The loss, a scalar in float32 (float64 without gradients), and a function that returns the losses of
@@ -51,8 +51,8 @@ def token_loss(
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Return the cross entropy ``[...]`` of each token, from ``logits [..., V]`` float32 and ``labels [...]``
-    int64. Without gradients, the result is float64."""
+    """Return the cross entropy ``[...]`` of each token, from ``logits [..., columns]`` float32 and
+    ``labels [...]`` int64. Without gradients, the result is float64."""
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
@@ -116,7 +116,7 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, V]`` whose logits are all finite, else NaN."""
+    """Return 0 for each position of ``logits [s, b, columns]`` if its logits are all finite, else NaN."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
 

@@ -1,7 +1,6 @@
 """Attention masks, which are boolean and True where attention is allowed.
 
-Shape letters: b batch, n heads, q query positions, k key positions. The last query and the last key have the
-same position.
+The last query and the last key have the same position.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ _BLOCKED = -1e9
 
 
 def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
-    """Return the causal mask ``[q, k]``: each position attends to itself and all earlier positions."""
+    """Return the causal mask ``[queries, keys]``: each position attends to itself and all earlier ones."""
     rows = paddle.arange(num_queries).unsqueeze(-1) + (num_keys - num_queries)
     return paddle.arange(num_keys).unsqueeze(0) <= rows
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """Return the mask of allowed pairs, ``[b, 1, q, k]``, or ``[1, 1, q, k]`` without ``document_start``.
+    """Return the mask of allowed pairs, ``[batch, 1, queries, keys]``. The batch dimension is 1 without
+    ``document_start``.
 
     Args:
-        document_start: ``[b, q]``, the first position that each query may attend to, for packed documents and
-            left-padded prompts; None: no limit.
+        document_start: ``[batch, queries]``, the first position that each query may attend to, for packed
+            documents and left-padded prompts; None: no limit.
     """
     causal = causal_mask(num_queries, num_keys).unsqueeze([0, 1])
     if document_start is None:
@@ -42,8 +42,8 @@ def window_start(
     document_start: paddle.Tensor | None,
     num_keys: int | None = None,
 ) -> paddle.Tensor:
-    """Return the first position that each of the last ``length`` positions may attend to, ``[b, length]``,
-    within the ``window`` and the document.
+    """Return, for each of the last ``length`` positions, the first position that is inside both the attention
+    window and the document, ``[batch, length]``.
 
     Args:
         num_keys: total number of positions, including cached ones; None: ``length``.
@@ -58,7 +58,7 @@ def window_start(
 def mask_scores(
     scores: paddle.Tensor, num_queries: int, num_keys: int, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """Mask ``scores [b, n, q, k]``, so that blocked positions get no probability."""
+    """Mask ``scores [batch, heads, queries, keys]``, so that blocked keys get no probability."""
     # Adding a cached mask is cheaper than ``where`` and its gradient, but several times slower in an export.
     # With document_start, ``where`` keeps rows without any allowed key (left padding) finite.
     if paddle.in_dynamic_mode() and document_start is None:
@@ -81,11 +81,11 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """Return the mask ``[b, 1, q, k]`` of allowed pairs for queries that follow cached keys.
+    """Return the mask of allowed pairs for queries that follow cached keys, ``[batch, 1, queries, keys]``.
 
     Args:
         num_keys: number of columns of the cache. The last columns may be empty.
-        visible: ``[b, past + q]`` bool: the columns that belong to each row's sequence.
+        visible: ``[batch, cached keys + queries]`` bool, whether a column belongs to its row's sequence.
         window: number of earlier visible columns that each query may attend to; None: all.
     """
     allowed = np.zeros((len(visible), num_queries, num_keys), dtype=bool)
@@ -112,5 +112,5 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
 
 @lru_cache(maxsize=8)
 def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
-    """Return the causal mask as a cached matrix ``[q, k]`` to add to scores."""
+    """Return the causal mask as a cached matrix ``[queries, keys]`` to add to scores."""
     return penalty_of(causal_mask(num_queries, num_keys), dtype)

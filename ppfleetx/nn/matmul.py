@@ -36,11 +36,11 @@ Counts = Sequence[int]
 
 
 class Exchange:
-    """Communication among tensor-parallel ranks for a column-parallel product (Narayanan et al., 2021). Each
-    rank has the whole input.
+    """Communication among tensor-parallel ranks for a column-parallel product (Narayanan et al., 2021). In
+    this base class, each rank has the whole input.
 
     Attributes:
-        gathers_again: whether the backward pass gathers the input again instead of keeping it.
+        gathers_again: whether a subclass gathers the input again in the backward pass, instead of keeping it.
     """
 
     gathers_again = False
@@ -49,11 +49,12 @@ class Exchange:
         self._group = group
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Return the whole input of the product. Gathers it if each rank holds only a part."""
+        """Return the whole input of the product, which is gathered if each rank holds only a part."""
         return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start to gather the product's input. The returned function waits for it and returns it."""
+        """Start to gather the product's input. Return a function that waits for the whole input and returns
+        it."""
         return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
@@ -148,8 +149,8 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached values of ``parameter`` for the argument ``leaf`` of :meth:`apart`. They are
-        those of the 16-bit copy if there is one, except in bfloat16 on a CPU."""
+        """Return the argument ``leaf`` of :meth:`apart` for ``parameter``: its detached 16-bit copy if copies
+        are kept, else the detached parameter. In bfloat16 on a CPU, it is always the detached parameter."""
         return parameter.detach() if bfloat16.are_active() else self.value(parameter)
 
     def apart(
@@ -175,7 +176,7 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: Counts,
     ) -> paddle.Tensor:
-        """Multiply each row of ``x [n, in]`` by the matrix of its group in ``weight [groups, in, out]``.
+        """Multiply each row of ``x [rows, in]`` by the matrix of its group in ``weight [groups, in, out]``.
 
         Args:
             x: rows, sorted by group.
@@ -226,7 +227,7 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached tensor to multiply by in place of ``parameter``: its 16-bit copy or itself."""
+        """Return the 16-bit copy of ``parameter`` if copies are kept, else the detached parameter."""
         # Only parameters have copies: a computed tensor is freed after its product, and its id is used again.
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
@@ -240,7 +241,7 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor to multiply by in place of ``parameter``, attached to the autograd graph."""
+        """Return the tensor that products use for ``parameter``. Its gradient reaches the parameter."""
         if self._dtype is None or self._copies is None or bfloat16.are_active():
             return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)
@@ -249,8 +250,8 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Return whether gradients of this weight are added directly to its float32 ``main_grad``. False for
-        a weight that was computed from a parameter (rounded, cast)."""
+        """Return whether gradients of this weight are added directly to its float32 ``main_grad``. This is
+        False for a weight that was computed from a parameter, such as a rounded one."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
@@ -394,8 +395,8 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """The product of ``x [n, in]``, sorted by group, with one matrix per group, ``weight [groups, in,
-    out]``."""
+    """The product of ``x [rows, in]``, sorted by group, with one matrix per group,
+    ``weight [groups, in, out]``."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)
@@ -547,8 +548,8 @@ def _of_bias(
 
 
 class _Given(PyLayer):
-    """Autograd function that delivers a weight's deferred gradient. The forward pass returns a zero that
-    depends on the weight; the backward pass from this zero computes the gradient."""
+    """Autograd function that delivers a weight's deferred gradient. The forward pass returns 0; the backward
+    pass computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -573,8 +574,9 @@ def _give_gradient(rest: _WeightGradient) -> None:
 
 
 class _Holder:
-    """Hides a tensor from autograd. Otherwise autograd would treat a result that shares memory with an
-    argument as an in-place change."""
+    """Wraps a tensor to hide it from autograd."""
+
+    # Autograd treats a result that shares memory with a tensor argument as an in-place change.
 
     def __init__(self, copy: paddle.Tensor) -> None:
         self.copy = copy

@@ -51,7 +51,8 @@ def swiglu(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
-    """Return gelu(gate) * up (Shazeer, 2020) with the tanh form of GELU; columns as in :func:`swiglu`."""
+    """Return gelu(gate) * up (Shazeer, 2020) with the tanh form of GELU. The last dimension of ``x``
+    alternates gate and up."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return (gelu_tanh(gate) * up).reshape([s, b, width // 2])

@@ -148,7 +148,7 @@ class MoESpec:
 
     @property
     def shared_gate(self) -> LinearSpec | None:
-        """The linear whose sigmoid scales the output of the shared experts; None: not scaled."""
+        """The linear whose sigmoid scales the output of the shared experts; None: there is no such linear."""
         if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
             return None
         return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
@@ -165,8 +165,8 @@ class MoESpec:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def router_parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declarations of the router's ``weight`` and of up to two parameters without gradients:
-        ``bias``, and ``load``, each expert's share of the choices in the previous step."""
+        """Return the declarations of the router's ``weight`` and, if configured, of ``bias`` and ``load``,
+        which get no gradients. ``load`` is each expert's share of the choices in the previous step."""
         experts, routing = self.cfg.num_experts, self.cfg.router
         shape = (self.hidden_size, experts)
         specs = {"weight": dense(shape, self.expert.init, "router", partial=sequence_parallel)}
@@ -192,7 +192,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of elements of the expert matrices that the router does not choose for a position."""
+        """Number of elements in the matrices of the experts that one position does not use."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width

@@ -1,7 +1,6 @@
 """Mixture of experts: a router sends each position to a few MLPs (experts) and sums their outputs.
 
-Shape letters: s positions of the hidden states on this rank, b sequences, h hidden size, n = s b rows, E
-experts, k experts per position.
+Shape letters: s positions of the hidden states on this rank, b sequences, h hidden size.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Router(nn.Layer):
     """Chooses the experts of each position, and counts how often each expert is chosen.
 
     Attributes:
-        seen: ``[2, E]`` number of choices of each expert since the last reset; None: no choices yet. Row 0
-            has the actual choices, row 1 those of the balancing loss.
+        seen: ``[2, experts]``, how often each expert was chosen since the last reset; None: no choices yet.
+            Row 0 counts the actual choices, row 1 the choices that the balancing loss uses.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -50,8 +49,12 @@ class Router(nn.Layer):
         self.seen: paddle.Tensor | None = None
 
     def forward(self, hidden: paddle.Tensor) -> tuple[choices.Routing, paddle.Tensor | None, list[AuxLoss]]:
-        """Choose the experts of each position of ``hidden [s, b, h]``. Return the routing, the mask of
-        choices within the experts' capacity (None: all choices), and the router's losses."""
+        """Choose the experts of each position of ``hidden [s, b, h]``.
+
+        Returns:
+            The routing; a mask of the choices within the experts' capacity, or None if all choices are kept;
+                and the router's losses.
+        """
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(self._input(hidden), self.weight.astype("float32"))
             routing = choices.route(logits, self.cfg.top_k, self.cfg.router, self.bias)
@@ -119,7 +122,7 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """Return the choices ``[s, b, E]`` that the balancing loss counts."""
+        """Return the choices that the balancing loss counts, as a mask ``[s, b, experts]``."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":  # only the best expert of each position
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -130,8 +133,13 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """After a step, move the router's bias by the global batch's ``loads [E]``, and store the experts'
-        ``shares [E]`` of the choices for the next balancing loss."""
+        """After a step, update the router's bias, and store the experts' shares of the choices for the next
+        balancing loss.
+
+        Args:
+            loads: ``[experts]``, the load of each expert in the global batch.
+            shares: ``[experts]``, the shares to store.
+        """
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate
@@ -149,7 +157,8 @@ class Experts(nn.Layer):
         self.fc1, self.fc2 = factory.grouped_linear(spec.fc1), factory.grouped_linear(spec.fc2)
 
     def forward(self, rows: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-        """Apply each expert to its rows of ``rows [n, h]``, sorted by expert. Returns ``[n, h]``."""
+        """Apply each expert to its rows in ``rows [rows, h]``, which are sorted by expert. The result has the
+        same shape."""
         inner = self.activation(self.fc1(rows, counts).unsqueeze(0)).squeeze(0)
         return self.fc2(inner, counts, adds_bias=self.exchange.adds_output_bias)
 
@@ -199,11 +208,11 @@ class Order:
     """Sorts rows by expert, and restores the original order.
 
     Args:
-        choice: ``[n, k]`` experts of each position.
-        kept: ``[n, k]``, 1 for kept choices, 0 for dropped ones; None: all are kept.
+        choice: ``[positions, top_k]``, experts of each position.
+        kept: ``[positions, top_k]``, 1 for kept choices, 0 for dropped ones; None: all are kept.
 
     Attributes:
-        counts: ``[E]`` number of rows per expert, int64.
+        counts: ``[experts]`` int64, number of rows of each expert.
     """
 
     @paddle.no_grad()
@@ -233,8 +242,12 @@ class Order:
         return _Dispatch.apply(rows, self)
 
     def combine(self, outputs: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
-        """Sum the ``outputs`` of each position's k experts to ``[n, h]``, weighted with ``weights [n, k]``.
-        ``outputs`` has one row per choice, sorted by expert."""
+        """Return the weighted sum of the outputs of each position's experts, ``[positions, h]``.
+
+        Args:
+            outputs: one row per choice, sorted by expert.
+            weights: ``[positions, top_k]``.
+        """
         if self._kept is not None:
             weights = weights * self._kept
         weights = weights.astype(outputs.dtype)
@@ -247,8 +260,12 @@ class Order:
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
-        """Sum the outputs of each position's k experts to ``[n, h]``, weighted with ``weights [n, k]`` if
-        given. ``outputs`` has one row per choice, sorted by expert."""
+        """Sum the outputs of each position's experts to ``[positions, h]``.
+
+        Args:
+            outputs: one row per choice, sorted by expert.
+            weights: ``[positions, top_k]``, factors of the outputs; None: the sum is not weighted.
+        """
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])
             return paddle.bmm(weights.unsqueeze(1), parts).squeeze(1)
@@ -258,17 +275,19 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Sort ``values [n, k]``, one for each of a position's k experts, by expert. Returns a column of the
-        values whose choice was kept."""
+        """Convert ``values [positions, top_k]`` to a column that is sorted by expert and has no dropped
+        choices."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Reverse :meth:`of_choices`: sort a column by position, to ``[n, k]``."""
+        """Convert ``values``, a column sorted by expert, to ``[positions, top_k]``. Dropped choices get
+        arbitrary values."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property
     def kept(self) -> paddle.Tensor | None:
-        """Mask ``[n, k]`` of choices within the experts' capacity, 1 or 0; None if all are kept."""
+        """Mask ``[positions, top_k]``, 1 for choices within the experts' capacity, else 0; None: all are
+        kept."""
         return self._kept
 
 

@@ -42,7 +42,7 @@ class LayerNormNoBias(LayerNorm):
 
 
 class LayerNorm1P(LayerNorm):
-    """:class:`LayerNorm` with gain ``1 + weight``, added in float32, because 16 bits would round it."""
+    """:class:`LayerNorm` with gain ``1 + weight``. The sum is computed in float32."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")
@@ -125,7 +125,7 @@ class PerHeadNorm(nn.Layer):
 
 
 class RMSNorm1P(RMSNorm):
-    """:class:`RMSNorm` with gain ``1 + weight`` (Gemma Team, 2024), added in float32."""
+    """:class:`RMSNorm` with gain ``1 + weight`` (Gemma Team, 2024). The sum is computed in float32."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")

@@ -1,8 +1,6 @@
 """Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-The matrix is stored in panels: contiguous blocks of w columns, which MKL need not pack for each product.
-
-Shape letters: m rows, k input features, n output features, p panels of w columns.
+The matrix is stored in panels: contiguous blocks of columns, which MKL need not pack for each product.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ _MEMORY_LEFT = 0.25  # fraction of the machine's memory; with less, no panels ar
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
-    """Arrange ``weight [k, n]`` in p panels of w consecutive columns, ``[p, k, w]``, padded with zeros. In an
-    exported program, the panels of a constant weight are a constant."""
+    """Arrange ``weight [in, out]`` in panels of consecutive columns, ``[panels, in, panel width]``, padded
+    with zeros."""
     rows, columns = weight.shape
     missing = -columns % WIDTH
     if missing:
@@ -32,12 +30,14 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by panels ``[p, k, w]``. Return ``[m, p * w]``."""
+    """Multiply ``rows [count, in]``, which may have a leading dimension of 1, by
+    ``panels [panels, in, panel width]``. Return ``[count, panels * panel width]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
 class Panels:
-    """A copy of ``weight [k, n]`` in p panels of w consecutive columns, ``[p, k, w]``, padded with zeros."""
+    """A copy of ``weight [in, out]`` in panels of consecutive columns, ``[panels, in, panel width]``, padded
+    with zeros."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.width = weight.shape[1]
@@ -45,11 +45,11 @@ class Panels:
         use_huge_pages(self.values)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """Return ``x [..., k] @ weight + bias``."""
+        """Return ``x [..., in] @ weight + bias``."""
         *leading, size = x.shape
         if math.prod(leading) <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
             return cpu_ops.few_rows(x, self.values, bias, self.width)
-        # A decoding step, [1, b, k], needs no reshape.
+        # A decoding step, [1, b, in], needs no reshape.
         rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
         product = times_panels(rows, self.values).reshape([*leading, -1])
         if product.shape[-1] != self.width:
@@ -64,15 +64,15 @@ def use_huge_pages(tensor: paddle.Tensor) -> None:
 
 
 class PanelMatrix:
-    """A constant matrix ``[k, n]`` on a CPU. At the first product for which this is faster, it is copied into
-    panels, which are contiguous blocks of columns."""
+    """A constant matrix ``[in, out]`` on a CPU. At the first product for which this is faster, it is copied
+    into panels, which are contiguous blocks of columns."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
         self._panels: Panels | None = None
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Return ``x [..., k] @ weight + bias``, without gradients."""
+        """Return ``x [..., in] @ weight + bias``, without gradients."""
         num_rows = math.prod(x.shape[:-1])
         if 1 < num_rows <= MOST_ROWS and self._can_have_panels(x):
             return self._panels.linear(x, bias)
@@ -80,9 +80,12 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix for a product with ``num_rows`` rows in a fused block: the name of its format
-        (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and the array. None: there is no memory for
-        the array."""
+        """Return the matrix in the format in which a fused block multiplies ``num_rows`` rows by it; None if
+        memory does not suffice.
+
+        Returns:
+            The name of the format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and the array.
+        """
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None

@@ -156,8 +156,8 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return, as a tuple, the axis along which the ownership of parameters is divided (ZeRO); () if every
-    rank owns its own parameters."""
+    """Return ``(axis,)``, the axis along which the ownership of parameters is divided (ZeRO); ``()`` if it is
+    not divided."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
@@ -197,8 +197,8 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return, as a tuple, the axis along which replicas of the parameter must get bitwise equal gradients; ()
-    if there is none."""
+    """Return ``(axis,)`` if replicas of the parameter along the tensor-parallel axis ``axis`` must get
+    bitwise equal gradients; ``()`` if the parameter has no such replicas."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
@@ -247,8 +247,8 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return all process groups that training the parameters needs, each given by its axes. All ranks must
-    create the groups in this order."""
+    """Return the axes of each process group that training needs, in the order in which all ranks must create
+    the groups."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}

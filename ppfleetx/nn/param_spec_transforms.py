@@ -162,8 +162,8 @@ def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
 
 
 def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a frozen ``matrix``: one per output feature, or per output feature and group of
-    input features. With an asymmetric ``form``, scale and offset alternate."""
+    """Declare the scales of a frozen ``matrix``. Each output feature has one scale, or one for each group of
+    input features. With an asymmetric ``form``, an offset follows each scale."""
     *experts, width_in, width_out = matrix.shape
     shape = (*experts, num_scales(width_in, form), width_out)
     spec = replace(matrix, shape=shape, dtype="float16" if form.asymmetric else "float32", trains=False)
@@ -181,7 +181,7 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a quantized word embedding ``[V, h]``. Each row has its own scales."""
+    """Declare the scales of a quantized word embedding. Each of its rows has its own scales."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -1,16 +1,17 @@
 """Layers with weights stored in 8 or 4 bits, for inference and for training adapters (Dettmers et al.,
 "QLoRA", 2023).
 
-Parameters of a linear ``[k, n]`` with g groups of k / g input features:
+Parameters of a linear ``[in, out]`` whose input features are divided into groups:
 
-- ``weight`` in 8 bits: int8 ``[k, n]``
-- ``weight`` in 4 bits: uint8 ``[k / 2, n]``, two's complement; each byte holds an even input feature in its
-  low half, and the next one in its high half
-- ``scale``, symmetric: float32 ``[g, n]``
-- ``scale``, asymmetric: float16 ``[2 g, n]``, scale and offset of each group alternating; a weight is
-  ``integer * scale + offset``
+- ``weight`` in 8 bits: int8 ``[in, out]``
+- ``weight`` in 4 bits: uint8 ``[in / 2, out]``, two's complement; each byte holds an even input feature in
+  its low half, and the next one in its high half
+- ``scale``, symmetric: float32 ``[groups, out]``
+- ``scale``, asymmetric: float16 ``[2 * groups, out]``, scale and offset of each group alternating; a weight
+  is ``integer * scale + offset``
 
-A word embedding ``[V, h]`` has ``weight`` int8 ``[V, h]``, and ``scale [V, 1]`` or, asymmetric, ``[V, 2 g]``.
+A word embedding ``[rows, width]`` has ``weight`` int8 ``[rows, width]``. Its ``scale`` is
+``[rows, groups]`` or, if asymmetric, ``[rows, 2 * groups]``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ZEROS = nn.initializer.Constant(0.0)
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
-    """Unpack 4-bit integers, stored two in each byte of ``packed [k / 2, n]``, to ``[k, n]`` float32."""
+    """Unpack 4-bit integers, two in each byte of ``packed [in / 2, out]``, to ``[in, out]`` float32."""
     pairs = paddle.cast(packed, "float32")
     high = (pairs / 16).floor()
     halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])
@@ -73,16 +74,16 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product can be computed on integers: inputs are rounded with one scale per row, and the
-        matrix has one scale per column and no offsets."""
+        """Whether inputs are rounded, and the matrix has one scale per column and no offsets. The product can
+        then be computed on integers."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
-        """Return the stored integers as ``[k, n]`` float32, not multiplied by the scales."""
+        """Return the stored integers as ``[in, out]`` float32, not multiplied by the scales."""
         return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
 
     def dequantized(self) -> paddle.Tensor:
-        """Return the matrix ``[k, n]`` in float32."""
+        """Return the matrix ``[in, out]`` in float32."""
         scale = paddle.cast(self.scale, "float32")
         if self.form.asymmetric:
             scale, offset = scale[0::2], scale[1::2]
@@ -119,7 +120,7 @@ class QuantizedMatrix:
     def multiply_panels(
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """Return ``x [..., k] @ matrix + bias``, computed by our CPU operators."""
+        """Return ``x [..., in] @ matrix + bias``, computed by our CPU operators."""
         return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
@@ -129,7 +130,7 @@ class QuantizedMatrix:
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Return ``x [..., k] @ matrix + bias``. Only ``x`` may have a gradient."""
+        """Return ``x [..., in] @ matrix + bias``. Only ``x`` may have a gradient."""
         if _wants_gradient(x):
             product = _FrozenProduct.apply(x, self)
             return product if bias is None else add_smaller(product, bias)
@@ -148,8 +149,9 @@ class QuantizedMatrix:
         return self.rescaled(self._widened.linear, x, bias)
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
-        """Return the matrix ``[k, n]`` in floating point, for devices without an operator for its format. If
-        inputs are rounded, use it only with :meth:`rescaled`, because it may lack the scales."""
+        """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
+        If inputs are rounded, the result may lack the scales, and must only be used through :meth:`rescaled`.
+        """
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -188,7 +190,7 @@ class QuantizedMatrix:
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Round each row of float32 ``x [..., k]`` to 8-bit integers (in float32), with scales ``[..., 1]``."""
+    """Round each row of float32 ``x [..., in]`` to 8-bit integers (in float32), with scales ``[..., 1]``."""
     step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
     return (x / step).round(), step
 
@@ -232,7 +234,7 @@ class QuantizedLinear(nn.Layer):
         leave: communication applied to the product before the bias is added; None: no communication.
 
     Attributes:
-        spec: declaration of the matrix ``[k, n]`` before quantization.
+        spec: declaration of the matrix ``[in, out]`` before quantization.
 
     Raises:
         ConfigError: the group size does not divide the input features on this rank.
@@ -271,7 +273,8 @@ class QuantizedGroupedLinear(nn.Layer):
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Map ``x [n, k]``, sorted by expert with ``counts`` rows per expert, to ``[n, columns]``."""
+        """Map ``x [rows, in]``, sorted by expert, to ``[rows, out]``. ``counts`` has the number of rows of
+        each expert."""
         if not x.shape[0]:
             return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
         end, parts = 0, []
@@ -295,7 +298,7 @@ class QuantizedEmbedding(nn.Layer):
     """A word embedding stored in 8 bits. Under tensor parallelism, it holds this rank's rows.
 
     Args:
-        form: quantization format of the transposed table ``[h, V]`` (size of groups, asymmetric or not).
+        form: quantization format of the table (size of groups, asymmetric or not).
         join: sums the results of the ranks; None: this rank holds all rows.
     """
 
@@ -328,7 +331,7 @@ class QuantizedEmbedding(nn.Layer):
         return self._scaled(F.embedding(ids, self.weight), F.embedding(ids, self.scale))
 
     def dequantized(self) -> paddle.Tensor:
-        """Return this rank's rows of the word-embedding table ``[V, h]`` in floating point."""
+        """Return this rank's rows of the word-embedding table in floating point."""
         return self._scaled(self.weight, self.scale)
 
     def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
@@ -343,8 +346,11 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """Return the matrix of a tied head: the transposed table ``[h, V]``, cut to the first ``vocab_size``
-        columns unless this is None."""
+        """Return the transposed table ``[h, columns]`` as the matrix of a tied head.
+
+        Args:
+            vocab_size: number of columns to keep; None: all.
+        """
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
         return QuantizedMatrix(weight, scale, self.form)
 
@@ -390,7 +396,7 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
 def _stored(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Create parameters for integers and scales of a matrix ``[k, n]`` or ``[experts, k, n]``."""
+    """Create parameters for integers and scales of a matrix ``[in, out]`` or ``[experts, in, out]``."""
     *experts, rows, columns = matrix.shape
     whole = matrix.spec.shape[-2]
     if form.group_size is not None and rows % form.group_size:

@@ -23,7 +23,7 @@ class RotaryEmbedding:
         head_dim: number of features of a head to rotate, which must be even.
         max_positions: number of positions in the tables.
         base: base of the frequencies, 10000 in the paper.
-        scaling: how frequencies are scaled; None: not at all.
+        scaling: how frequencies are scaled; None: they are not scaled.
         interleaved: whether neighboring features are paired, instead of one feature of each half.
 
     Attributes:
@@ -48,7 +48,7 @@ class RotaryEmbedding:
         self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by the
+        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, features]`` by the
         positions ``[b, s]``."""
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
@@ -73,7 +73,7 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with the fused kernel, in float32, because in 16 bits it would also round cos and sin."""
+        """Rotate with the fused kernel in float32. In 16 bits, the kernel would round cos and sin."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
@@ -103,13 +103,14 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``rows``, in which positions come before heads, to the layout
-        ``[b, groups, heads, s, size]`` and the dtype of ``x``."""
+        """Convert ``rows``, in which positions come before heads, to the dtype and the layout of ``x``, in
+        which heads come before positions."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-        """Rotate by a product with a permutation matrix: bitwise equal, and six times as fast on a CPU."""
+        """Rotate by a product with a permutation matrix. On a CPU, this is six times as fast as plain
+        operators, with bitwise equal results."""
         if self.interleaved:
             cos, sin = (table.repeat_interleave(2, axis=-1).expand_as(x) for table in (cos, sin))
         else:
@@ -136,15 +137,18 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """Return the rows of the cos and sin tables for ``position_ids [b, s]`` under LongRoPE, in sequences of
-    ``lengths [b or 1, 1]``."""
+    """Return the rows of LongRoPE's cos and sin tables for ``position_ids [b, s]``.
+
+    Args:
+        lengths: ``[b or 1, 1]``, length of each sequence.
+    """
     # Sequences longer than switch_length use the second part of the tables.
     return position_ids + switch_length * (lengths > switch_length).astype(position_ids.dtype)
 
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """Return the matrix ``[d, d]`` that turns rotary pairs ``(first, second)`` into ``(-second, first)``."""
+    """Return the matrix that turns each pair of features ``(first, second)`` into ``(-second, first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 
@@ -162,9 +166,9 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return tables of cos and sin, ``[rows, head_dim / 2]``, which all layers share. They have one row per
-    position. With LongRoPE, ``switch_length`` rows for short sequences come first, then ``max_positions``
-    rows for long sequences."""
+    """Return the cos and sin tables that all layers share, ``[rows, head_dim / 2]``. Each row is for one
+    position. With LongRoPE, the first ``switch_length`` rows are for short sequences, and the next
+    ``max_positions`` rows for long sequences."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     switch_length = None if scaling is None else scaling.switch_length(max_positions)

@@ -16,7 +16,7 @@ def inverse_frequencies(
     """Return the rotation angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
 
     Args:
-        scaling: how frequencies are scaled; None: not at all.
+        scaling: how frequencies are scaled; None: they are not scaled.
         is_long: whether to return LongRoPE's frequencies for long sequences.
     """
     plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -44,8 +44,8 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor by which DeepSeek's latent attention multiplies scores if rotary frequencies are
-    scaled, in addition to :func:`attention_factor`."""
+    """Return the factor of the scores in DeepSeek's latent attention with scaled rotary frequencies. The
+    factor of :func:`attention_factor` applies in addition."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2

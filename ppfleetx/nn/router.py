@@ -1,6 +1,6 @@
 """Choice of experts, balancing losses and capacity as functions of a router's logits, in float32.
 
-Shape letters: s positions on this rank, b sequences, E experts, k experts per position.
+Shape letters: s positions on this rank, b sequences.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Routing(NamedTuple):
     """A router's decision for each position.
 
     Attributes:
-        choice: ``[s, b, k]`` chosen experts, the best one first.
-        weights: ``[s, b, k]`` weights of the chosen experts' outputs.
-        scores: ``[s, b, E]`` scores of all experts, normalized to sum 1.
+        choice: ``[s, b, top_k]`` chosen experts, the best one first.
+        weights: ``[s, b, top_k]`` weights of the chosen experts' outputs.
+        scores: ``[s, b, experts]`` scores of all experts, normalized to sum 1.
     """
 
     choice: paddle.Tensor
@@ -30,8 +30,8 @@ class Routing(NamedTuple):
 
 
 def route(logits: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Tensor | None = None) -> Routing:
-    """Choose the ``top_k`` experts of each position from ``logits [s, b, E]``. ``bias [E]`` is added to the
-    scores for the choice only, not for the weights."""
+    """Choose the ``top_k`` experts of each position from ``logits [s, b, experts]``. ``bias [experts]`` is
+    added to the scores for the choice only, not for the weights."""
     if cfg.score == "softmax":
         own = shares = F.softmax(logits)
     else:
@@ -65,7 +65,8 @@ def _choose(
 
 
 def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
-    """Convert expert indices ``choice [..., k]`` to a mask ``[..., count]``: 1 for chosen, else 0."""
+    """Convert expert indices ``choice [..., top_k]`` to a mask ``[..., count]``: 1 for chosen experts, 0 for
+    others."""
     zeros = paddle.zeros([*choice.shape[:-1], count], "float32")
     return zeros.put_along_axis(choice, paddle.ones([], "float32"), -1)
 
@@ -74,8 +75,12 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Return sums over this rank's positions of each sequence, ``[b, 2 E + 1]``: choices per expert, scores
-    per expert and number of positions. ``counts [s, b]`` are the weights of the positions."""
+    """Return three weighted sums over this rank's positions of each sequence: choices per expert, scores per
+    expert and number of positions. They are concatenated to ``[b, 2 * experts + 1]``.
+
+    Args:
+        counts: ``[s, b]``, weight of each position.
+    """
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
@@ -91,8 +96,13 @@ def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
 
 
 def balance_of_shares(scores: paddle.Tensor, shares: paddle.Tensor) -> paddle.Tensor:
-    """Return the balancing loss of each position, ``[s, b]``: ``E sum_e f_e p_e``, where f (``shares [E]``)
-    is each expert's share of all choices, and p are the position's scores."""
+    """Return the balancing loss of each position, ``[s, b]``: the number of experts times
+    ``sum(scores * shares)``.
+
+    Args:
+        scores: ``[s, b, experts]``.
+        shares: ``[experts]``, each expert's share of all choices.
+    """
     return scores.shape[-1] * (scores * shares).sum(-1)
 
 
@@ -102,8 +112,8 @@ def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 def entropy(scores: paddle.Tensor) -> paddle.Tensor:
-    """Return the entropy of each position's scores, ``[s, b]``: ``log E`` if all scores are equal, 0 if one
-    expert has the whole score."""
+    """Return the entropy of each position's scores, ``[s, b]``. It is largest if all experts have equal
+    scores, and 0 if one expert has the whole score."""
     return -(scores * scores.clip(min=_TINY).log()).sum(-1)
 
 
@@ -111,8 +121,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Move ``bias [E]`` by ``rate``: up for experts with a load below the mean of ``loads [E]``, down for
-    experts above the mean."""
+    """Return the ``bias`` of each expert, raised by ``rate`` if the expert's load is below the mean of
+    ``loads [experts]``, and lowered by ``rate`` if it is above."""
     return bias + rate * (loads.mean() - loads).sign()
 
 
@@ -126,8 +136,8 @@ def within_capacity(
     factor: float,
     policy: str,
 ) -> paddle.Tensor:
-    """Return the mask ``[s, b, k]`` of choices that are kept: 1 for kept, 0 for dropped. All positions of the
-    sequences must be on this rank.
+    """Return the mask ``[s, b, top_k]`` of choices: 1 for kept, 0 for dropped. All positions of the sequences
+    must be on this rank.
 
     Args:
         counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Other positions are never dropped.

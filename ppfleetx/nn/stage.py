@@ -148,7 +148,8 @@ class LayerFactory(Protocol):
         """Gather the blocks' output ``[s, b, h]`` at all positions, for layers that all ranks compute."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Convert hidden states to the head's input: gather positions under sequence parallelism."""
+        """Return the hidden states as the head's input. Under sequence parallelism, all positions are
+        gathered."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         """Multiply hidden states by the transposed word embedding. The columns of the logits stay sliced."""
@@ -169,14 +170,14 @@ class LayerFactory(Protocol):
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
-        """Compute the loss with :func:`ppfleetx.nn.loss.token_loss`. The logits are the head's output: this
-        rank's positions, with sliced columns. All ranks that divide the columns get the same sum."""
+        """Compute the loss with :func:`ppfleetx.nn.loss.token_loss` from the head's output. All ranks that
+        divide the columns of the logits get the same sum."""
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Score labels with :func:`ppfleetx.nn.token_scores.token_scores`. The logits are the head's output:
-        this rank's positions, with sliced columns. All ranks that divide the columns get the same result."""
+        """Score labels with :func:`ppfleetx.nn.token_scores.token_scores` from the head's output. All ranks
+        that divide the columns of the logits get the same result."""
 
 
 def build_stage(
@@ -190,7 +191,8 @@ def build_stage(
 
     Args:
         seed: seed of the initial values; None: they are not set, because a checkpoint will be loaded.
-        shared: tied sub-layers built so far in this process, by key. This call adds the stage's own.
+        shared: tied sub-layers built so far in this process, by key. This call adds the tied sub-layer of
+            this stage.
         empty: whether to free the parameters' memory instead of drawing values.
     """
     kwargs = dict(stage.kwargs)
@@ -214,8 +216,8 @@ def build_stage(
 
 
 def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank: int = 0) -> None:
-    """Attach to a parameter its declaration ``spec`` and, as ``info``, a description of the slice that
-    ``rank`` holds."""
+    """Set ``parameter.spec`` to the declaration ``spec``, and ``parameter.info`` to the slice that ``rank``
+    holds."""
     info = placed(spec, mesh, rank)
     assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
     parameter.spec, parameter.info = spec, info
@@ -250,7 +252,7 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Forward hook: make a frozen first layer's output require a gradient, as recomputation needs it."""
+    """Forward hook of a frozen first layer, whose output must require a gradient for recomputation."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

@@ -1,6 +1,6 @@
 """Score the tokens of a text: the log probability of each token, and whether it is the most likely one.
 
-Shape letters: s positions, b rows, V columns of the logits, n scored positions.
+Shape letters: s positions, b rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def token_scores(
     true_vocab: int,
     group: Any = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the log probability of each label, and whether no other token has a higher one.
+    """Return the log probability of each label, and whether the label is the most likely token.
 
     Args:
-        logits: ``[s, b, V]``. Columns from ``true_vocab`` on are padding and get no probability.
+        logits: ``[s, b, columns]``. Columns from ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         mask: ``[b, s]``; only positions where the mask is not 0 are scored.
         group: the ranks that divide the columns, as in :func:`ppfleetx.nn.loss.token_loss`. All of them get
@@ -60,8 +60,13 @@ def token_scores(
 def _score_rows(
     rows: paddle.Tensor, wanted: paddle.Tensor, true_vocab: int, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return two results for each row of the logits ``rows [n, V]``: the log probability (float64) of its
-    token in ``wanted [n]``, and whether this token is the most likely one."""
+    """Return the log probability (float64) of one token per row of logits, and whether this token is the
+    most likely one.
+
+    Args:
+        rows: ``[rows, columns]``, logits.
+        wanted: ``[rows]``, token ids.
+    """
     width = rows.shape[-1]
     first = 0 if group is None else group.rank * width
     rows, num_true = rows.astype("float32"), max(0, true_vocab - first)
@@ -84,7 +89,12 @@ def _score_rows(
 def _likeliest(
     highest: paddle.Tensor, token: paddle.Tensor, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the highest logits ``[n]`` and their token ids over all ranks, from those of this rank."""
+    """Return the highest logit and its token id for each row, over all ranks that divide the columns.
+
+    Args:
+        highest: ``[rows]``, the highest logits of this rank.
+        token: ``[rows]``, their token ids.
+    """
     from paddle import distributed
 
     if group is None:

@@ -1,6 +1,6 @@
 """One CPU operator that runs all transformer blocks and the final norm on a few new positions (decoding).
 
-Shape letters: s new positions, b rows, h hidden size, g key/value heads, k columns of the cache, d head size.
+Shape letters: s new positions, b rows, h hidden size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Return whether all CPU operators that an exported program with fused blocks needs are compiled."""
+    """Return whether the CPU operators for exported programs with fused blocks are compiled."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
@@ -126,15 +126,16 @@ def run(
     weights: BlockWeights,
     epsilon: float,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-    """Run all blocks and the final norm on ``hidden [s, b, h]``, without gradients.
+    """Run all blocks and the final norm on the new positions, without gradients.
 
     Args:
-        hidden: float32 on CPU.
+        hidden: ``[s, b, h]`` float32 on CPU.
         column: ``[1]`` int64, the column of the cache for the first new position.
-        penalty: ``[b or 1, 1, s, k]`` float32, added to the scores besides the causal mask; None: nothing is
-            added.
+        penalty: ``[b or 1, 1, s, columns of the cache]`` float32, added to the scores besides the causal
+            mask; None: nothing is added.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
-        cache: keys and values of each block in turn, ``[b, g, k, d]``. New columns are written in place.
+        cache: keys and values of each block in turn, ``[b, key/value heads, columns, head size]``. New
+            columns are written in place.
 
     Returns:
         Hidden states ``[s, b, h]``, and the tensors of the cache.

@@ -40,7 +40,8 @@ BUILT = Path(__file__).with_name("built")
 
 
 def library_path(library: str) -> Path:
-    """Return the path of an operator library, compiled or not, for this Paddle, CPU and source code."""
+    """Return the path of an operator library for this Paddle, CPU and source code. The library may not exist
+    yet."""
     source = SOURCES[library]
     cpuinfo = read_cpuinfo()
     # On processors other than x86, Linux lists no flags; use the whole description.
@@ -53,7 +54,8 @@ def library_path(library: str) -> Path:
 
 @functools.cache
 def load(library: str) -> bool:
-    """Load a compiled operator library once. False: not compiled, or not loadable (logged as a warning)."""
+    """Load an operator library at the first call. Return False if it is not compiled. If it cannot be loaded,
+    log a warning and return False."""
     path = library_path(library)
     if not path.exists():
         return False
@@ -71,7 +73,7 @@ are_available = functools.partial(load, "kernels")
 
 
 def note_if_missing() -> None:
-    """Log a note on how to compile the CPU operators if they are missing."""
+    """If the CPU operators are missing, log how to compile them."""
     if not are_available():
         get_logger().info(f"NOTE: batches are slower than necessary: {_HOW_TO_MAKE}")
 
@@ -79,26 +81,27 @@ def note_if_missing() -> None:
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """Return ``x [..., k] @ weight + bias``, float32 on a CPU, without gradients.
+    """Return ``x [..., in] @ weight + bias``, float32 on a CPU, without gradients.
 
     Args:
-        panels: ``weight [k, num_columns]`` in p blocks of columns, ``[p, k, WIDTH]``, padded with zeros.
+        panels: ``weight [in, num_columns]`` in blocks of columns, ``[blocks, in, panel width]``, padded with
+            zeros.
     """
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
 
 def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Multiply each row by the matrix of its group and return ``[n, columns]``, float32 on a CPU.
+    """Multiply each row by the matrix of its group and return ``[rows, out]``, float32 on a CPU.
 
     Args:
-        x: ``[n, k]``, rows sorted by group.
-        weight: ``[groups, k, columns]``.
+        x: ``[rows, in]``, sorted by group.
+        weight: ``[groups, in, out]``.
         counts: ``[groups]`` int64, number of rows of each group.
     """
     return _C_ops._run_custom_op("ppfleetx_grouped_product", x, weight, counts)[0]
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to ``probabilities [b, V]`` (float32 on CPU) with our C++ operator. ``top_p`` is ``[1]``
-    float32. The result is that of :func:`ppfleetx.generation.processors.nucleus`."""
+    """Apply top-p to ``probabilities [b, vocabulary]`` (float32 on CPU) with our C++ operator. ``top_p`` is
+    ``[1]`` float32. The result is that of :func:`ppfleetx.generation.processors.nucleus`."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]

@@ -1,7 +1,7 @@
 """Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled
 (``python -m ppfleetx.nn.cpu_ops``).
 
-Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
+A panel is a block of :data:`WIDTH` adjacent columns.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ are_available = partial(ops.load, "quantized")
 
 
 def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
-    """Arrange the 8-bit integers of a weight ``[k, n]`` in p panels of w columns, ``[p, k8, w]``. The rows
-    are padded with zeros to k8, a multiple of :data:`BLOCK`."""
+    """Arrange the 8-bit integers ``[in, out]`` of a weight in panels of columns,
+    ``[panels, rows, panel width]``. The rows are padded with zeros to a multiple of :data:`BLOCK`."""
     filled = _fill(levels, BLOCK)
     return filled.reshape([filled.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
-    """Arrange the packed 4-bit integers of a weight, ``[k / 2, n]`` uint8, in p panels of w columns,
-    ``[p, k / 8, w, 4]``."""
+    """Arrange the packed 4-bit integers ``[in / 2, out]`` of a weight (uint8) in panels of columns,
+    ``[panels, in / 8, panel width, 4]``."""
     # The last dimension holds 8 successive integers of a column in 4 bytes.
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
-    """Arrange the 8-bit integers of a weight ``[k, n]`` in p panels of w columns, ``[p, k / 4, w, 4]``,
-    padded with zeros."""
+    """Arrange the 8-bit integers ``[in, out]`` of a weight in panels of columns,
+    ``[panels, in / 4, panel width, 4]``, padded with zeros."""
     # The last dimension holds 4 successive integers of a column.
     quads = -(-levels.shape[0] // 4)
     return _fill(levels, 4).reshape([quads, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
-    """Arrange the scales of a weight, ``[g, n]``, in p panels of w columns, ``[p, g, w]``. Scales with
-    offsets, ``[2 g, n]``, become ``[p, 2 g, w]``."""
+    """Arrange the scales ``[groups, out]`` of a weight in panels of columns,
+    ``[panels, groups, panel width]``. With offsets, ``groups`` becomes ``2 * groups``."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
@@ -57,7 +57,7 @@ def product(
     bias: paddle.Tensor | None,
     columns: int,
 ) -> paddle.Tensor:
-    """Return ``x [..., k] @ (integers * scales [+ offsets]) + bias``, without gradients.
+    """Return ``x [..., in] @ (integers * scales [+ offsets]) + bias``, without gradients.
 
     Args:
         kind: ``int8`` or ``int4``, the type of the weights; ``int8_int8`` or ``int4_int8`` also rounds ``x``
@@ -66,7 +66,7 @@ def product(
         panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
             :func:`int4_panels`.
         scales: result of :func:`scale_panels`.
-        bias: ``[columns]``; None: no bias.
+        bias: ``[out]``; None: no bias.
     """
     # The result differs from that in float64 by at most 2e-6 of ``|x| @ |dequantized weight|``.
     return _C_ops._run_custom_op(f"ppfleetx_{kind}", x, panels, scales, bias, columns)[0]
