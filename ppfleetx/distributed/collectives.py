@@ -61,9 +61,9 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Copy the first rank's tensors to all other ranks of ``group``, in place. It is a sum to which the other
-    ranks add their tensors times 0, so a NaN or an infinity on any rank makes the result non-finite."""
-    # The other ranks contribute zeros to an all-reduce, so the result is exact.
+    """Copy the first rank's tensors to all other ranks of ``group``, in place. An element that is non-finite
+    on any rank becomes non-finite on all ranks, so that an error on one rank is not hidden."""
+    # The other ranks add zeros in an all-reduce, so the result is exact. NaN or infinity times 0 is NaN.
     is_first = group.rank == 0
 
     def start(flat: paddle.Tensor) -> Any:
@@ -103,7 +103,7 @@ class Packed:
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """Move ``tensors`` into one flat tensor, and return it. Afterwards, each of them is a view of its part of
-    the flat tensor. A single tensor is returned as it is.
+    the flat tensor. A single tensor is returned in its own shape.
 
     The tensors must have the same element type and must not share memory with other tensors. During the move,
     both the old and the new memory are in use.
@@ -169,8 +169,9 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """Exchange rows among the ranks of ``group``, in rank order: send ``sent[i]`` of ``rows`` to rank i, and
-    return ``received[i]`` rows from it. Every rank must call this. Not differentiable."""
+    """Exchange rows among the ranks of ``group``. ``rows`` has first the ``sent[0]`` rows for rank 0, then
+    those for rank 1, and so on. The result has ``received[i]`` rows from each rank i, in rank order. Every
+    rank must call this. Not differentiable."""
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 

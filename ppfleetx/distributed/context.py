@@ -65,7 +65,7 @@ class ParallelContext:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether this is the first of the ranks that compute the loss, and so the one that reports it."""
+        """Whether this rank reports the loss: it is the first of the ranks that compute it."""
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
@@ -81,8 +81,8 @@ class ParallelContext:
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
         """Return the process group of the ranks that differ from this one only along ``axes``; None if this
-        rank is the only one. A group over several axes (other than dp and sep) or of expert parallelism must
-        have been created by :meth:`with_groups`."""
+        rank is the only one. A group that fleet does not provide must have been created by
+        :meth:`with_groups`."""
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
             return None
@@ -106,8 +106,8 @@ class ParallelContext:
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
         """Return a copy of this context with process groups for an all-to-all along ``axis`` in two levels:
-        between nodes, then within nodes of ``per_node`` ranks. All ranks must call this. If the ranks of the
-        axis do not divide into two such levels, this context itself is returned."""
+        between nodes, then within nodes of ``per_node`` ranks. If two levels are not possible, this context
+        itself is returned. All ranks must call this."""
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
             return self
@@ -164,7 +164,7 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum a number over the data-parallel replicas, each counted once. ``values`` has the number of every
+        """Sum a value over the data-parallel replicas, each counted once. ``values`` has the value of each
         rank; ranks of the same replica have equal values. Nothing is communicated."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}

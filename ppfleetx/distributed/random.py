@@ -46,8 +46,8 @@ def register_sliced_stream(seed: int) -> None:
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Context manager in which Paddle draws from the *sliced* stream of random numbers, which differ between
-    tensor-parallel ranks."""
+    """Context manager in which Paddle uses the *sliced* stream of random numbers: each tensor-parallel rank
+    draws different numbers."""
     return stream_tracker().rng_state(_sliced_name())
 
 

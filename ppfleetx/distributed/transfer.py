@@ -41,8 +41,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Record progress: the host begins a micro batch. If :func:`read` is waiting when the card begins that
-    micro batch, it records progress again."""
+    """Record progress: the host begins a micro batch. While :func:`read` waits, it records progress again
+    when the card begins that micro batch."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -51,7 +51,7 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Wait until the device has computed a tensor, and return its contents. Meanwhile, the watchdog hears of
+    """Wait until the device has computed a tensor, and return its contents. Meanwhile, record progress for
     each micro batch that the card begins."""
     with RECORD.reading():
         while _begun:
@@ -65,9 +65,9 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying a tensor to the host. Returns a function, for any thread, that waits for the copy and
-    returns it as an array; bfloat16 becomes uint16 bits. The tensor may be overwritten at once, without
-    waiting for the copy."""
+    """Start copying a tensor to the host. Returns a function that waits for the copy and returns it as an
+    array (bfloat16 as uint16 bits). Any thread may call the function. The tensor may be overwritten at once.
+    """
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array

@@ -132,8 +132,8 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return the powers of (beta1, beta2) by which parameters are grouped for fused calls, one pair per
-    parameter. On a CPU, all of them are zero, so that there is one group."""
+    """Return a pair for each parameter: its powers of beta1 and beta2. Parameters with equal pairs are
+    updated in one fused call. On a CPU, every pair is (0, 0)."""
     # The CPU's kernel can update parameters with different powers in one call.
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)

@@ -17,8 +17,8 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Do AdamW steps, with and without weight decay, by the fused multi-tensor kernel and by the
-    single-tensor kernel. Yields the pairs of results to compare."""
+    """Do the same AdamW steps by the fused multi-tensor kernel and by the single-tensor kernel. Yields pairs
+    (fused result, unfused result) to compare."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
@@ -37,8 +37,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _fresh_states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Return new tensors for AdamW for each parameter value in ``start``: (parameter, first moment, second
-    moment, power of beta1, power of beta2). The powers are in host memory, as in Paddle's optimizers."""
+    """Make the tensors for AdamW from each initial value in ``start``: (parameter, first moment, second
+    moment, power of beta1, power of beta2). The powers are in host memory."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

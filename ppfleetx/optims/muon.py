@@ -82,7 +82,7 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight or, with ``head_dim``, each head of the matrix
+        """Orthogonalize one of the matrices in a fused weight. With ``head_dim``, orthogonalize each head
         separately."""
         # piece: [..., in, runs, width]. The matrix's columns form `runs` groups of `width` adjacent columns
         # of the weight.

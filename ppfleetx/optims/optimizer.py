@@ -209,7 +209,7 @@ def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory, also if it is there already (unlike ``Tensor.cpu``)."""
+    """Copy a tensor to host memory, even if it is there already (unlike ``Tensor.cpu``)."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 

@@ -25,8 +25,8 @@ from ppfleetx.utils.log import get_logger
 class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them.
 
-    After step ``decay_steps``, the learning rate stays at ``min_lr``, unless the style is registered with
-    ``decays=False``.
+    After step ``decay_steps``, the learning rate stays at ``min_lr``, unless ``decay_style`` is registered
+    with ``decays=False``.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.
@@ -113,8 +113,9 @@ class Schedule:
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule to continue with after loading a checkpoint. ``policy`` is the value of
-    ``Engine.save_load.lr_schedule``. With ``strict``, raises CheckpointError if the two schedules differ."""
+    """Return the schedule to continue with after loading a checkpoint: ``configured`` or ``saved``.
+    ``policy`` is the value of ``Engine.save_load.lr_schedule``. If it is ``strict``, the two schedules must
+    be equal; otherwise, CheckpointError is raised."""
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":

@@ -63,9 +63,11 @@ class CallRecord:
     """The last :data:`KEPT` collectives and messages of this process, and what the program is waiting for.
 
     Attributes:
-        blocked_on: a function that returns the task for which the program is waiting, or None. It is missing
-            (None) if the communication library cannot tell.
-        join_device: a function that a thread must call before it asks tasks whether they are done.
+        blocked_on: a function that returns the task for which the program is waiting, if there is one. Only
+            the CPU process groups provide this function; with other communication libraries, the attribute is
+            None.
+        join_device: a function that selects this process's card for the calling thread. A thread must call it
+            before it queries tasks.
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.

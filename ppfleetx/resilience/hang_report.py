@@ -60,8 +60,8 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which other ranks count the same collective, or their side
-        of the same message. For a message, the caller must append this rank's number."""
+        """The key under which the other ranks count this call in :attr:`Report.counts`. For a send or
+        receive, the number of this rank must be appended."""
         if self.peer < 0:
             return str(self.group_id)
         # The other rank counts a send of this rank as a receive, and the reverse.

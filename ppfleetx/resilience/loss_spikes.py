@@ -95,7 +95,8 @@ class Spike:
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
         """Return a copy of this spike that says what was done about it. ``to_step`` is the step of the
-        checkpoint to which the run went back; if it is None, the action ``rewind`` becomes ``skip``."""
+        checkpoint to which the run went back. If there was no such checkpoint (None), the action ``rewind``
+        becomes ``skip``."""
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 

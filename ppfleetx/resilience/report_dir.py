@@ -25,8 +25,9 @@ Result = TypeVar("Result")
 
 
 class ReportDir:
-    """One directory of hang reports, created with the permissions ``mode`` for the first report. It is not
-    used any more once an access has taken longer than :data:`PATIENCE_SECONDS`."""
+    """A directory of hang reports. It is created, with the permissions ``mode``, when the first report is
+    written. After an access that takes longer than :data:`PATIENCE_SECONDS`, all further accesses are
+    skipped."""
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
         self.directory, self._mode = directory, mode

@@ -11,9 +11,9 @@ from ppfleetx.utils.end_processes import is_rank
 
 
 class StopRequest:
-    """Context manager inside which SIGTERM and Ctrl-C do not end the process, but request that the run stops
-    after its step. The object is true once the run must stop. Ctrl-C after an earlier signal ends the
-    process."""
+    """Context manager in which SIGTERM and Ctrl-C only request that the run stop after its step. Ctrl-C after
+    an earlier signal ends the process. The object is true once :meth:`agree` has decided that the run must
+    stop."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None

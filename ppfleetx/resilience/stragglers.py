@@ -48,7 +48,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The slow ranks in ``steps`` steps, of which ``step`` was the last.
+    """The slow ranks that were found in the ``steps`` steps up to step ``step``.
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
@@ -93,8 +93,8 @@ class StragglerTable:
 
     def add(self, times: np.ndarray, step: int) -> None:
         """Add the times of one step, int64 ``[rank, 3]``: row r is what :attr:`own` returned on rank r. All
-        ranks must call this. Every ``every`` steps, it sets :attr:`found` to the slow ranks; otherwise, it
-        sets it to None."""
+        ranks must call this. After every ``every`` steps, :attr:`found` has the slow ranks, if there are any;
+        at other times, it is None."""
         self.found = None
         if not self._every or not times.any():
             return

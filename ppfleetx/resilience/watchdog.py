@@ -47,8 +47,8 @@ class Limits:
         timeout: seconds without progress after which a rank counts as hung; 0: no watchdog.
         start_timeout: the timeout until the first step is done.
         ends: whether to end the process after a hang, or only to report it.
-        counts_work: whether CPU and file activity always counts as progress. If False, it does not count
-            while the program may be waiting for its device.
+        counts_work: whether CPU and file activity counts as progress even while the program may be waiting
+            for its device.
     """
 
     timeout: float = 600.0
@@ -126,7 +126,7 @@ class Watchdog:
 
     @property
     def _longest_computing(self) -> float:
-        """How long CPU use counts as progress without any other progress, in seconds."""
+        """For how many seconds CPU use alone counts as progress."""
         limits = self._limits
         # There is no limit at the start, which may take long, nor for a single process, for which nobody
         # waits.
@@ -358,6 +358,6 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Tell the watchdog about the job's processes: for each rank, the result of :func:`own_process` there."""
+    """Give the watchdog the result of :func:`own_process` on each rank of the job."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}

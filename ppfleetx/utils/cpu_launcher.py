@@ -10,7 +10,7 @@ delete the file. It affects only processes started as ``python -m paddle.distrib
 - The exit code says why the job ended.
 - After Ctrl-C, the last lines of the first rank's log are printed.
 
-Nothing in Paddle is replaced.
+Paddle's own code is not modified.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Apply the changes of this module if this process is Paddle's launcher. A second call has no effect."""
+    """Call :func:`prepare` if this process runs ``python -m paddle.distributed.launch``."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Patch Paddle's launcher, which must be this process, with the functions of this module. ``options`` are
-    the launcher's arguments. A second call has no effect."""
+    """Set up this process, which runs Paddle's launcher with the arguments ``options``: set
+    ``CUDA_VISIBLE_DEVICES`` if Paddle supports no card, limit the wait for other nodes, and make the exit
+    code say why the job ended. A second call has no effect."""
     # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
         return
@@ -209,7 +210,7 @@ def _most_telling_code(codes: Sequence[int | None]) -> int:
 
 
 class _Log:
-    """Prints the end of the first rank's log, which Paddle's launcher no longer shows after a signal."""
+    """Prints the rest of the first rank's log after a signal, when Paddle's launcher no longer does."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -304,8 +305,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Return what the launcher is waiting for, as a sentence with advice, and whether a program other
-        than a launcher answers at the address where the nodes meet."""
+        """Return a sentence with advice that says what the launcher is waiting for. The second result is True
+        if a program that is not a launcher answers at the address where the nodes meet."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()

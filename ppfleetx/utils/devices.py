@@ -37,7 +37,7 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """Return why this CPU cannot compute in ``dtype``, ``float16`` or ``bfloat16``; None if it can."""
+    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``); None if it can."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -125,8 +125,9 @@ def may_support(kind: str) -> bool:
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` for a recipe written for cards of ``kind``, and a reason:
-    (``kind``, "") or, if the installed Paddle does not support ``kind``, (``auto``, why)."""
+    """Return the value of ``Global.device`` for a recipe written for cards of ``kind``, and a note for the
+    user. The value is ``kind``, with an empty note, or ``auto`` if the installed Paddle does not support
+    ``kind``."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

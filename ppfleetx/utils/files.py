@@ -111,7 +111,8 @@ def refuse_as_new_file(path: Path, key: str) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename the file ``name.suffix`` to ``name.1.suffix``, or the next free number. Returns the new path."""
+    """Rename the file ``name.suffix`` to ``name.N.suffix``, where N is the first free number from 1. Returns
+    the new path."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)
@@ -128,7 +129,8 @@ def fsync_dir(path: str | Path) -> None:
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
     """Context manager that holds a lock file at ``path``, which one process at a time can hold. Raises the
-    exception ``refusal`` if another process still holds it after ``seconds``. The empty file remains."""
+    exception ``refusal`` if another process still holds it after ``seconds``. The file is not deleted at the
+    end."""
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:

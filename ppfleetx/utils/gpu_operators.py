@@ -32,7 +32,7 @@ class Kernel:
     """One kernel of Paddle in the table ``gpu_operators.json``.
 
     Attributes:
-        used: element types with which ppfleetx calls the kernel. They are mostly those of the first operand.
+        used: element types (in general, of the first operand) with which ppfleetx calls the kernel.
         gpu: types that Paddle registers for a GPU.
         npu: types that are available on Ascend cards.
     """

@@ -91,8 +91,8 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember and return ``error``, which says that another process has ended. :func:`ended_peer_in` then
-    recognizes it even if Paddle replaces it by another error."""
+    """Remember and return ``error``, which says that another process has ended. If Paddle then raises another
+    error in its place, :func:`ended_peer_in` still finds ``error``."""
     _state.raised = error
     return error
 
@@ -101,8 +101,8 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """Return the error that says that another process of the job has ended, if this has caused ``error``;
-    otherwise None."""
+    """If ``error`` was caused by the end of another process of the job, return the error that says so;
+    otherwise, return None."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one

@@ -162,8 +162,7 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context manager for importing Paddle as :func:`import_paddle` does: faster, and without its
-    warnings."""
+    """Context manager in which Paddle is imported faster and without its usual warnings."""
     if "paddle" in sys.modules:
         yield
         return

@@ -50,7 +50,8 @@ class CpuProcessGroup:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The group's members, as ranks of the job. Paddle knows them only after it has made this object."""
+        """The group's members, as ranks of the job."""
+        # Paddle knows them only after it has made this object.
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -109,8 +110,8 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather the ``tensor`` of every member into ``out``, in rank order. If ``sync_op`` is omitted, the
-        first argument is the input and the second is the output, as in Paddle's older interface."""
+        """Gather the ``tensor`` of every member into ``out``, in rank order. Without ``sync_op``, the order
+        of the arguments is that of Paddle's older interface: input, output."""
         # Paddle's older interface
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
@@ -128,7 +129,7 @@ class CpuProcessGroup:
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Gather part i of the ``tensor`` of each member i into ``out``. ``tensor`` has ``num`` equal parts.
+        """Cut ``tensor`` into ``num`` equal parts, and gather part number i of each member i into ``out``.
         ``num`` must be the size of the group, and ``id`` this member's number."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
@@ -167,8 +168,8 @@ class CpuProcessGroup:
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
     ) -> Callable[[int, Signature], Steps]:
-        """Return the function that runs this member's part of a collective in which only ``root`` sends:
-        ``outgoing[m]`` to each other member m. The receivers read it into ``incoming[root]``."""
+        """Return the function that runs this member's part of a collective in which only ``root`` sends. The
+        root sends ``outgoing[m]`` to each other member m. The others receive into ``incoming[root]``."""
         if self._rank == root:
             return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
         return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
@@ -197,8 +198,8 @@ class CpuProcessGroup:
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
         """Send ``tensors[i]`` from member ``src`` to member i, which receives it in ``out``. A single tensor
-        is cut into equal parts. If ``sync_op`` is omitted, the first argument is the input and the second is
-        the output, as in Paddle's older interface."""
+        is cut into equal parts. Without ``sync_op``, the order of the arguments is that of Paddle's older
+        interface: input, output."""
         # Paddle's older interface
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True

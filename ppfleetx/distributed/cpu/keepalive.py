@@ -55,7 +55,8 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the connections, which would outlive the parent process."""
+        """Close a forked child's copies of the connections. Otherwise, they would stay open when the parent
+        ends."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}

@@ -13,8 +13,8 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Receive:
-    """A message that an operation expects. It is read into the memory ``view``, or into ``spare`` if it
-    arrives early or is not the expected one."""
+    """A message that an operation waits for. ``view`` is the memory into which the operation wants the
+    message. ``spare`` is a buffer for a message that cannot be read into ``view`` directly."""
 
     __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 

@@ -84,7 +84,8 @@ class Mesh:
         atexit.register(self.close)
 
     def _close_in_child(self) -> None:
-        """Close a forked child's copies of the connections, which would outlive the parent process."""
+        """Close a forked child's copies of the connections. Otherwise, they would stay open when the parent
+        ends."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -297,8 +298,8 @@ class EndedRanks:
         return self._cause is not None
 
     def add(self, rank: int, reason: str, *, failed: bool) -> bool:
-        """Record that the rank number ``rank`` has ended. ``failed`` says whether it failed. Returns whether
-        this is the first failure in the job that this rank learns of."""
+        """Record that ``rank`` has ended, for ``reason``, and whether it ``failed``. Returns whether this is
+        the first failure recorded here."""
         if rank in self._reasons:
             return False
         self._reasons[rank] = reason
