@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from ppfleetx.doctor.check import Row, Status, ok
-from ppfleetx.doctor.run import slowest
+from ppfleetx.doctor.run import split_slowest
 
 
 def test_every_operation_in_every_group_is_right_and_a_wrong_sum_is_found(pools):
@@ -31,7 +31,7 @@ def test_the_slowest_rank_speaks_for_a_collective():
     def measured(speed: float) -> Row:
         return Row.from_json({**ok("all_reduce (dp)", f"{speed}", b=speed).as_json(), "group": "collectives"})
 
-    rest, rows = slowest([[measured(3.0), ok("other", "x")], [measured(1.0)], [measured(2.0)]])
+    rest, rows = split_slowest([[measured(3.0), ok("other", "x")], [measured(1.0)], [measured(2.0)]])
     assert [len(own) for own in rest] == [1, 0, 0]
     assert [row.found for row in rows] == ["1.0 (slowest: rank 1)"]
 
