@@ -66,7 +66,8 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
     """Start copying a tensor to the host. Returns a function that waits for the copy and returns it as an
-    array (bfloat16 as uint16 bits). Any thread may call the function. The tensor may be overwritten at once.
+    array (bfloat16 as uint16 bits). Any thread may call the function. The caller may overwrite the tensor at
+    once.
     """
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()

@@ -142,8 +142,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return weights in the loss: ``[s, b]`` for the micro batch's positions on this rank if ``of`` is
-        ``tokens``, otherwise ``[b]`` for its rows."""
+        """Return each token's weight in the loss, ``[s, b]`` at this rank's positions, if ``of`` is
+        ``tokens``. Otherwise return the weight of each row of the micro batch, ``[b]``."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":

@@ -150,7 +150,8 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
-        If inputs are rounded, the result may lack the scales, and must only be used through :meth:`rescaled`.
+        If the inputs are quantized too, the matrix may still lack its scales: multiply by it only in
+        :meth:`rescaled`, which applies them.
         """
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()

@@ -137,7 +137,7 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """Return the rows of LongRoPE's cos and sin tables for ``position_ids [b, s]``.
+    """Return the indices of the rows of LongRoPE's cos and sin tables for ``position_ids [b, s]``.
 
     Args:
         lengths: ``[b or 1, 1]``, length of each sequence.

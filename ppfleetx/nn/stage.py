@@ -76,7 +76,8 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the stage that calls ``extend`` on the new layer before its own ``finish``."""
+        """Return a copy of the stage. When a layer is built, the copy calls ``extend`` with it, and then
+        ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 

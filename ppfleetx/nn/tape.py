@@ -88,7 +88,8 @@ class Tape:
         """Return the peak memory of the forward pass in bytes, not counting the inputs.
 
         Args:
-            values: bytes of fetched parameters (sharding stage 3), counted in the steps that use parameters.
+            values: bytes of parameters while sharding stage 3 has fetched them, added to each step that uses
+            some.
         """
         with_values, without = self._forward_peaks
         return max(with_values + values, without)
@@ -125,7 +126,8 @@ class Tape:
 
         Args:
             first: whether this is the first micro batch, for which parameter gradients are allocated.
-            values: bytes of fetched parameters (sharding stage 3), counted in the steps that use parameters.
+            values: bytes of parameters while sharding stage 3 has fetched them, added to each step that uses
+            some.
         """
         with_values, without = self._backward_peaks[not first]
         return max(with_values + values, without)

@@ -48,12 +48,12 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The slow ranks that were found in the ``steps`` steps up to step ``step``.
+    """The slow ranks that were found over the last ``steps`` steps, which end with step ``step``.
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
         cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow.
-        slowest: the slow ranks, longest own time first.
+        slowest: the slow ranks, those that work longest without waiting first.
     """
 
     step: int

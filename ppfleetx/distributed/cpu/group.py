@@ -110,8 +110,8 @@ class CpuProcessGroup:
         return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather the ``tensor`` of every member into ``out``, in rank order. Without ``sync_op``, the order
-        of the arguments is that of Paddle's older interface: input, output."""
+        """Gather the ``tensor`` of every member into ``out``, in rank order. The arguments are (out, tensor,
+        sync_op) or, as in Paddle's older interface, (tensor, out)."""
         # Paddle's older interface
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True

@@ -28,7 +28,7 @@ def silence_limit() -> float:
 
 def end_when_silent(connection: socket.socket) -> None:
     """Let an idle connection fail when the other host has not answered keepalive probes for
-    :func:`silence_limit`. The connection must carry no data."""
+    :func:`silence_limit`. It is for connections on which nothing is sent."""
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
