@@ -9,8 +9,8 @@
       model_cpu_ops_16.json   optional: the same program with our C++ operators (ppfleetx/nn/cpu_ops)
       tokenizer/              files that ppfleetx and Hugging Face transformers can load
 
-For a quantized model, the optional program is ``model_blocks_16.json``, or ``model_quantized_ops_16.json`` if
-the fused operator does not support its blocks.
+For a quantized model, the optional program is ``model_blocks_16.json``, in which one operator runs all
+blocks. If that operator does not support the model, it is ``model_quantized_ops_16.json``.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def cpu_ops_file(width: int) -> str:
 
 
 def quantized_ops_file(width: int) -> str:
-    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices. They
-    are stored in groups of ``width`` columns."""
+    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices. These
+    matrices are stored in groups of ``width`` columns."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 

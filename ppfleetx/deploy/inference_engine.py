@@ -48,7 +48,7 @@ class InferenceEngine(TextGenerator):
     """Generates text with an exported model, through Paddle Inference. The results are those of
     :class:`~ppfleetx.generation.generator.Generator` with the same model.
 
-    Only one thread may generate at a time. ``on_text`` is called only when a batch is finished.
+    Only one thread may generate at a time. :meth:`generate` calls ``on_text`` only when a batch is finished.
 
     Args:
         device: device type, optionally with an index (``gpu:1``).

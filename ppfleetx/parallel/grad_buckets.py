@@ -49,7 +49,7 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Declare that the gradients of ``parameters`` include the first ``passes`` backward passes of the
+        """Report that the gradients of ``parameters`` are complete for ``passes`` backward passes of this
         step, and send the buckets that are now complete. Missing gradients are sent as zero."""
         for parameter in parameters:
             key = id(parameter)
@@ -147,9 +147,9 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``. All parameters of a bucket have the same dtype and
-    the same value of ``key``. A parameter of ``nbytes`` or more gets a bucket of its own. Return (value of
-    ``key``, parameters) pairs."""
+    """Split parameters into buckets of up to ``nbytes``. A parameter of ``nbytes`` or more gets a bucket of
+    its own. All parameters of a bucket have the same dtype and the same ``key(parameter)``. Returns (key,
+    parameters) for each bucket."""
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:

@@ -86,8 +86,8 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Return (process group, parameters) pairs, in the order in which their collectives run. ``axes_of``
-        returns the process groups of a parameter, each as a tuple of axes."""
+        """Group parameters by process group. Returns (process group, parameters) pairs in the order in which
+        the collectives run. ``axes_of`` returns a parameter's process groups, each as a tuple of axes."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -98,8 +98,8 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """Build the gradient reductions over the ``dp`` and ``sep`` axes that overlap the backward pass.
-        Returns None if both have size 1, or with sharding, which reduces gradients itself."""
+        """Build the all-reduces of gradients that overlap the backward pass. Returns None with sharding, or
+        if the axes ``dp`` and ``sep`` both have size 1."""
         if self._sharding is not None:
             return None  # `Sharding` reduces gradients to their owners
         replicas = tuple(axis for axis in DENSE.replicas if self._ctx.size_of(axis) > 1)
@@ -152,8 +152,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return whether this rank counts ``parameter`` in the norm or writes it to a checkpoint, depending
-        on ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``."""
+        """Apply ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``, to
+        ``parameter`` on this rank."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -161,8 +161,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of the parameters that are in use. A gradient that no backward pass produced is
-    zero."""
+    """Return the gradients of those ``parameters`` that training steps currently use. A gradient that no
+    backward pass produced is zero."""
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 

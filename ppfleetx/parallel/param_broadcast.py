@@ -55,7 +55,8 @@ class NewValues:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """Start to broadcast new values after an update. Without overlap, wait for them."""
+        """Broadcast the new values after an update. If broadcasts overlap the next forward pass, only start
+        them."""
         if not self._overlaps:
             for members in self._by_owner(self._parameters):
                 first = members[0]

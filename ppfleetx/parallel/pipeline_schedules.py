@@ -172,7 +172,8 @@ class ListedPipeline(PipelineParallel):
 
 
 class AsyncPipeline(ListedPipeline):
-    """A 1F1B pipeline that overlaps its messages with computation. It holds one more activation than 1F1B."""
+    """A 1F1B pipeline that overlaps its messages with computation. It holds one more activation than a
+    pipeline without this overlap."""
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
         super().__init__(model, matmul)

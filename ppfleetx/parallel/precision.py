@@ -37,7 +37,8 @@ class LossScaler:
 
     Attributes:
         window: number of steps without overflow after which the scale doubles.
-        hysteresis: number of overflows until the scale is halved; every later overflow also halves it.
+        hysteresis: number of overflows after which the scale is halved. Until the scale doubles again, every
+            further overflow also halves it.
         dynamic: whether the scale changes.
     """
 

@@ -1,8 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Parameters are not split further: each one has one owner. From stage 1 on, only the owner keeps its optimizer
-states and updates it. From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3,
-only the owner keeps its values between uses (``zero3.py``).
+Each parameter as a whole has one owner, a rank. From stage 1 on, only the owner keeps its optimizer states
+and updates it. From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3, only
+the owner keeps its values between uses (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -160,8 +160,9 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that send gradients at the end of each layer's backward pass. ``when_complete``
-        takes a function, and calls it when the weights of the current layer have their gradients."""
+        """Register hooks that send the gradients of each layer at the end of its backward pass.
+        ``when_complete(function)`` must call ``function`` when the weights of the current layer have their
+        gradients."""
         if self._order is None:
             return
         followed: set[int] = set()
@@ -188,8 +189,7 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call``, which reduces the gradients of a layer's weights, immediately or, if ``can_wait``, at
-        the end of the backward pass."""
+        """Run ``call`` immediately or, if ``can_wait``, at the end of the backward pass."""
         # The gradients of the weights may be incomplete when that of the layer's input exists: Paddle may add
         # to them later if a cast, for example, comes before the product. More than two such operators end the
         # run with an error in stage 3, where only the first layer can wait: ranks must send the gradients of
@@ -234,6 +234,7 @@ class Sharding:
             reduce_packed([complete_gradient(p) for p in parameters], group, owner)
             self._drop(parameters)
             return
+        # The owner must add micro batches in order, so wait for an earlier one.
         while len(self._under_way) == UNWAITED_MESSAGES or self._is_under_way(parameters):
             self._complete()
         gradients = [take_gradient(p) for p in parameters]
@@ -241,8 +242,7 @@ class Sharding:
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Return whether gradients of these parameters from an earlier micro batch are still being reduced.
-        The owner must add these first, to keep the order of the micro batches."""
+        """Return whether a gradient reduction of any of these parameters is still in progress."""
         traveling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in traveling for p in parameters)
 

@@ -100,7 +100,7 @@ class StepRunner(ABC):
         checks: the value of ``Engine.checks``. Unless ``off``, a non-finite loss or gradient norm is an
             error.
         before_update: called in each step before parameters and optimizer states change.
-        judge: decides whether a step's update is applied (:data:`Judge`); None: it always is.
+        judge: an optional function that can reject the update of a step (:data:`Judge`).
     """
 
     def __init__(
@@ -145,8 +145,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Count what the loss and metrics of this rank's micro batches are divided by: tokens or examples in
-        the loss (``BasicModule.count``) and, if metrics are declared, tokens and sequences."""
+        """Return the numbers by which loss and metrics of this rank's micro batches are divided. The first is
+        the number of tokens or examples in the loss. If metrics are declared, the numbers of tokens and of
+        sequences follow."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -308,7 +309,7 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the head may leave the logits to the loss, which computes them in
+        """Return a context manager in which the head defers the logits, so that the loss can compute them in
         chunks (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 

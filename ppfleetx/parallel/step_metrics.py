@@ -142,8 +142,9 @@ class ExpertLoads:
 
     @paddle.no_grad()
     def count(self) -> Mapping[str, Metric]:
-        """Sum the expert loads of a step over all ranks. Returns metrics: ``expert_load/LAYER`` is the
-        largest load divided by the mean, and ``expert_load`` its mean over the layers."""
+        """Sum the expert loads of a step over all ranks, and return metrics. ``expert_load/LAYER`` is the
+        largest load in the layer divided by the layer's mean load. ``expert_load`` is the mean of this ratio
+        over the layers."""
         if not self._sizes:
             return {}
         seen = {name: router.seen for name, router in self._held.items()}

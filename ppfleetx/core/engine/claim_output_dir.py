@@ -51,8 +51,8 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Claim the output directory for this run. Return which checkpoints there it may delete and replace. All
-    ranks must call it. Raises ConfigError if files of another run are in the way."""
+    """Claim the output directory for this run. The result tells which of the checkpoints there the run may
+    delete or replace. All ranks must call it. Raises ConfigError if files of another run are in the way."""
     # The last check before training, because it may delete files.
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -172,8 +172,8 @@ def _refuse_names_in_use(
 
 
 def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the earlier run's metrics, and of its checkpoints those in the list ``leaving``. If ``earlier``
-    is None, it is unknown which run wrote the files, and nothing is deleted."""
+    """Delete the checkpoints ``leaving``, and the metrics of the run ``earlier``. If ``earlier`` is None, the
+    metrics are kept."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):

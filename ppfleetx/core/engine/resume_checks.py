@@ -118,7 +118,8 @@ def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
 
 
 def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
-    """Warn in one line how this run differs from the run that saved ``checkpoint``, which it resumes."""
+    """Log a warning that lists the differences between this run and the run that saved ``checkpoint``, if
+    there are any."""
     differences = [*map(str, changed)]
     if not options.load_optim:
         differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")

@@ -158,8 +158,8 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return the TFLOP/s and MFU of steps with the full batch size, at this window's tokens per second.
-        Empty if the FLOPs of the model are unknown."""
+        """Return TFLOP/s and MFU at the tokens per second of this window. Empty if the FLOPs of the model are
+        unknown."""
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len

@@ -60,7 +60,8 @@ class Saver:
         )
 
     def save(self, run: Run) -> None:
-        """Save the run's current state, in the background with ``async_save``, after any earlier save."""
+        """Wait for any earlier save, then save the run's current state. With ``async_save``, the save
+        continues in the background."""
         self.complete()
         self._failure = None
         with self._guarded():

@@ -24,7 +24,7 @@ HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
     """Start the watchdog before Paddle is imported, so that it also reports a job that hangs while it starts.
-    Does nothing in a user's own program."""
+    Does nothing in programs other than ppfleetx's own."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 

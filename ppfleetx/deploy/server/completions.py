@@ -35,8 +35,8 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _read_logprobs(value: Any) -> int | None:
-    """Check the ``logprobs`` of a completion request, a number of alternatives per token. ``false``, which
-    some clients send for no log-probabilities, becomes None."""
+    """Check the ``logprobs`` of a completion request, and return it: the number of alternatives to list for
+    each token. ``false`` is accepted and becomes None."""
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:

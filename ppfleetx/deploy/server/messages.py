@@ -23,8 +23,8 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """Event: continuation ``index`` of the request has a new token, whose text may be empty. ``num_tokens``
-    is 1, or 0 if the request asked for no tokens."""
+    """Event: continuation ``index`` of the request has made progress, usually by one token. ``num_tokens`` is
+    0 if the request asked for no tokens. ``text`` is the new text, which may be empty."""
 
     index: int
     text: str
@@ -168,8 +168,8 @@ class RunningSequence:
         return len(self.drafts)
 
     def adapt_drafts(self, right: int, most: int) -> None:
-        """Set the number of tokens to draft in the next pass with :func:`next_width`, and discard the current
-        draft tokens. ``right`` of them were accepted. ``most`` is the maximum for the next pass."""
+        """Discard the draft tokens, of which ``right`` were accepted. Then set the number of tokens to draft
+        for the next pass, at most ``most``."""
         if self.drafts:
             self._width = next_width(self._width, right, most, right == len(self.drafts))
         self.drafts = []

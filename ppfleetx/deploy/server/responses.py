@@ -209,8 +209,8 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """Build the chunk of a stream before the first token of choice ``index``, for example an echo of the
-        prompt. None if there is no such chunk."""
+        """Build the chunk that a stream sends before the first token of choice ``index``, for example an echo
+        of the prompt. Returns None if there is no such chunk."""
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:

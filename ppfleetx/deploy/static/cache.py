@@ -15,8 +15,8 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """A key/value cache for one iteration of the exported decoding loop, which copies the earlier keys and
-    values ``past`` to append new ones. The result is in ``extended``."""
+    """A key/value cache for one iteration of the exported decoding loop. ``past`` has the keys and values of
+    earlier positions. ``extended`` has copies of them, with the new positions appended."""
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -25,8 +25,8 @@ class LoopCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         """Append ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head size],
-        to the keys and values of one layer. Returns the result. Call it once for each layer, in model
-        order."""
+        to those of layer ``layer_index``. Returns the keys and values of all positions, and None instead of a
+        mask. Call it once for each layer, in model order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -40,8 +40,8 @@ class LoopCache:
         padding.
 
         Returns:
-            The column of the first new position, ``[1]``; the additive attention mask, or None; and the keys
-            and values of all layers, with room for ``num_new`` more columns.
+            The index of the first new position, ``[1]``; the additive attention mask, None if ``window`` is
+            None; and the keys and values of all layers, extended by zeros for ``num_new`` positions.
         """
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
@@ -59,10 +59,10 @@ class RoomCache:
     the loop.
 
     Args:
-        past: keys and values of each layer, [sequences, key/value heads, allocated columns, head size]. They
-            must be zero from ``column`` on.
-        column: the column of the new position.
-        visible: the columns that each sequence may attend to, bool [sequences, allocated columns].
+        past: keys and values of each layer, [sequences, key/value heads, allocated positions, head size].
+            They must be zero from index ``column`` on.
+        column: index of the new position among the allocated ones.
+        visible: which positions each sequence may attend to, bool [sequences, allocated positions].
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -74,7 +74,8 @@ class RoomCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Write ``key`` and ``value`` of one new position, [sequences, key/value heads, 1, head size], into
-        the memory of one layer. Call it once for each layer, in model order."""
+        the cache of layer ``layer_index``. Returns the keys, the values and the additive attention mask of
+        the layer. Call it once for each layer, in model order."""
         # paddle.index_add_ copies in a static program, and Paddle's inplace pass skips loop variables.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
@@ -87,14 +88,14 @@ class RoomCache:
         """Prepare the cache for an operation that runs all layers at once.
 
         Returns:
-            The column of the new position; the additive attention mask; and the keys and values of all
-            layers.
+            The index of the new position among the allocated ones; the additive attention mask; and the keys
+            and values of all layers.
         """
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
-        """Return the additive attention mask for layers in which a token attends to itself and the ``window``
-        positions before it (None: to all)."""
+        """Return the additive attention mask for layers with the given attention window. A token attends to
+        itself and to the ``window`` positions before it, or to all of them if ``window`` is None."""
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
@@ -106,7 +107,7 @@ class RoomCache:
 
 
 def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Append `ROOM` columns of zeros to the keys and values of all layers."""
+    """Extend the keys and values of all layers by zeros, as room for `ROOM` more positions."""
     return _with_room(past, ROOM)
 
 

@@ -28,7 +28,7 @@ class GroupedMatrix:
 
     def begin(self) -> None:
         """Add the operations that dequantize these matrices to the program. Call it at the beginning of the
-        program and outside of branches."""
+        program, outside of conditionals and loops."""
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
             experts = range(weight.shape[0])
@@ -57,9 +57,8 @@ class GroupedMatrix:
 
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Return the row ``values[e]`` for each row of ``x``, where e is its expert. ``values`` is [experts,
-    outputs], the result [rows, outputs]. Rows are sorted by expert, and ``counts`` has each expert's number
-    of rows."""
+    """Repeat the row ``values[e]`` of each expert e ``counts[e]`` times. ``values`` is [experts, outputs].
+    The result is [rows, outputs], with as many rows as ``x``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 

@@ -26,9 +26,9 @@ class Matrix:
 
     Attributes:
         weight: [inputs, outputs].
-        panels: a copy of the matrix in panels, which products use instead; None: use ``weight``.
-        single_axis: the axis of size 1 of the activations, if panels are used.
-        by_cpu_ops: whether our C++ operator computes the products with panels.
+        panels: a copy of the matrix in groups of columns, for faster products; None: products use ``weight``.
+        single_axis: the axis of the activations that has size 1. Only used with panels.
+        by_cpu_ops: whether products with panels use our C++ operator.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -37,15 +37,15 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Add the operations that prepare this matrix to the program. Call it at the beginning of the program
-        and outside of branches."""
+        """Add the operations that prepare this matrix to the program. Call it at the beginning of the
+        program, outside of conditionals and loops."""
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x @ weight + bias``. If :func:`use_panels` has selected panels, ``x`` must be a matrix,
-        possibly with an additional axis of size 1."""
+        """Compute ``x @ weight + bias``. If panels are used, ``x`` must be 2-D, or 3-D with size 1 in the
+        axis ``single_axis``."""
         if self.panels is None:
             return F.linear(x, self.weight, bias)
         columns = self.weight.shape[1]
@@ -112,12 +112,13 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose whether products added to the program from now on use the panels or the original matrices.
+    """Select the form of the weights for all products that are added to the program after this call.
 
     Args:
-        panels: the result of :meth:`Matrix.make_panels` for each matrix. Empty: use the original matrices.
-        single_axis: the axis of the activations [positions, sequences, inputs] that has size 1 when panels
-            are used.
+        panels: copies of the matrices in groups of columns, from :meth:`Matrix.make_panels`. If empty, the
+            original matrices are used.
+        single_axis: the axis of size 1 in the activations [positions, sequences, inputs]. Only used with
+            panels.
     """
     # `single_axis` is 0 for one position of many sequences, 1 for many positions of one sequence.
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
@@ -164,8 +165,8 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add the operations that prepare the weights of ``blocks`` to the program. Call it after :func:`begin`
-    and outside of branches. Does nothing if ``blocks`` is None."""
+    """Add the operations that prepare the weights of ``blocks`` to the program. Call it after :func:`begin`,
+    outside of conditionals and loops. Does nothing if ``blocks`` is None."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 

@@ -112,9 +112,8 @@ def save_program(
     whole, not sliced over ranks, and cannot be trained afterwards.
 
     Args:
-        use_panels: whether to use copies of the weight matrices in panels
-            (:mod:`ppfleetx.deploy.static.linear`). If so, a second program is written if our C++ operators
-            are compiled (:mod:`ppfleetx.deploy.export_dir`).
+        use_panels: whether the program may copy weight matrices into a layout that is faster on a CPU. If
+            True, and if our C++ operators are compiled, also export a second program, which uses them.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -145,8 +144,7 @@ class GenerationProgram(nn.Layer):
     a sequence are meaningless. The constructor replaces the model's linear layers.
 
     Args:
-        use_panels: whether to use copies of the weight matrices in panels
-            (:mod:`ppfleetx.deploy.static.linear`).
+        use_panels: whether the program may copy weight matrices into a layout that is faster on a CPU.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -245,8 +243,8 @@ class GenerationProgram(nn.Layer):
             token: the first new token of each sequence, ``[b]``.
             rules: the inputs end_ids, min_new_tokens and repetition_penalty (see :data:`INPUTS`).
             sampling: the inputs exponentials (random numbers), temperature, top_k and top_p.
-            panels: copies of ``self.matrices`` for faster products (:func:`use_panels`); empty: use the
-                original matrices.
+            panels: copies of the weight matrices in a layout that makes products faster. If empty, the
+                original matrices are used.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules

@@ -39,8 +39,8 @@ def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -
 
 
 def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
-    """Return how many of the k draft tokens ``drafts [k]`` are accepted, a tensor ``[1]``: the number of
-    leading ones that equal the model's likeliest tokens, ``likeliest [k + 1]``."""
+    """Return the number of accepted draft tokens as a tensor ``[1]``. They are accepted as long as they
+    equal the model's likeliest tokens. ``likeliest`` is [k + 1], ``drafts`` is [k]."""
     return (likeliest[:-1] == drafts).astype("int64").cumprod(0).sum().reshape([1])
 
 
@@ -95,8 +95,8 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """Sum the probabilities of each sequence by bucket. ``bucket [b, V]`` has the index of each token's
-    bucket. Returns float64, ``[b, number of buckets]``."""
+    """Return the sum of the probabilities in each bucket, float64 ``[b, number of buckets]``. Each
+    element of ``bucket``, ``[b, V]``, is the index of a token's bucket."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # An extra entry of weight 0 in the last bucket makes bincount's result long enough.

@@ -31,8 +31,8 @@ class HiddenState(NamedTuple):
 
     Attributes:
         hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
-        position_ids: ``[b, s]`` for rotary positions (for LongRoPE, from :func:`~ppfleetx.nn.rope.places`),
-            else None.
+        position_ids: ``[b, s]``; None if the blocks do not need them. For LongRoPE, they are results of
+            :func:`~ppfleetx.nn.rope.places`.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 
@@ -111,7 +111,8 @@ class Block(nn.Layer):
     Args:
         layer_index: index of the block in the whole model.
         recompute: what is recomputed in the backward pass: ``full``, ``full_attn``, ``core_attn`` or None.
-        carries_positions: whether hidden states include position ids; None: only if ``rotary`` is given.
+        carries_positions: whether hidden states include position ids; None: only if the block has rotary
+            positions.
     """
 
     def __init__(
@@ -238,8 +239,8 @@ class LanguageHead(ChunkedHead):
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
         """Return the logits ``[s, b, V]``; under tensor parallelism, only this rank's columns. If the loss is
-        computed in chunks, return :class:`DeferredLogits` instead, which later calls the head with ``target``
-        and gets the result of :meth:`run_pieces`."""
+        computed in chunks, return :class:`DeferredLogits` instead. Only :class:`DeferredLogits` passes
+        ``target``."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):

@@ -244,8 +244,9 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) in which head and loss are
-        computed in ``Model.loss_chunks`` chunks. Their gradients are computed in the forward pass."""
+        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) that computes head and loss in
+        ``Model.loss_chunks`` chunks."""
+        # The gradients of head and loss are computed in the forward pass.
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
         piece, elements = (

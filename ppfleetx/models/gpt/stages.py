@@ -50,8 +50,8 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the position embedding does not have its registered size, or the constructor of ``block``
-            does not take a declaration.
+        ConfigError: the table of the position embedding has a wrong number of rows, or the constructor of
+            ``block`` does not take a declaration.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows

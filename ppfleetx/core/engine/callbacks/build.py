@@ -101,8 +101,8 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """Yield (name, entry) for each callback in ``Engine.callbacks``, with groups replaced by their callbacks.
-    The name identifies the callback's state in checkpoints. A second ``csv`` callback is named ``csv#2``."""
+    """Yield (name, entry) for each callback in ``Engine.callbacks``. If an entry stands for several
+    callbacks, each of them is yielded. Names are unique: a second ``csv`` callback is named ``csv#2``."""
     seen: dict[str, list[CallbackConfig]] = {}
     for item in _without_groups(items):
         before = seen.setdefault(item.name, [])

@@ -183,8 +183,8 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop the records after ``step`` from a metrics file. Also drop loss spikes whose samples come after the
-    first ``consumed`` samples of the run."""
+    """Remove the records of steps after ``step`` from a metrics file. Also remove the records of loss spikes
+    whose samples are not among the first ``consumed`` samples of the run."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -208,8 +208,8 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the log writers of ``Engine.loggers``, by name, except those that are callbacks. Opens no file.
-    Raises ConfigError if the options of a writer are wrong."""
+    """Create the log writers that ``Engine.loggers`` names. Loggers that are callbacks are left out. Opens no
+    file. Raises ConfigError if the options of a writer are wrong."""
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
     for item in cfg.Engine.loggers:
@@ -228,8 +228,8 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Callback that passes the numbers of each record to the log writers. ``writers`` maps their names to
-    them."""
+    """Callback that passes the numbers of each record to the log writers. ``writers`` are the log writers by
+    name."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
