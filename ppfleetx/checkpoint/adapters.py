@@ -87,7 +87,8 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     Args:
         path: the checkpoint with the adapters.
         output: a new or empty directory.
-        base: the base weights, if the checkpoint contains only adapters; None: the path that it names.
+        base: the checkpoint with the base weights, needed only if ``path`` contains only adapters; None: the
+            value of ``Model.lora.base``.
 
     Raises CheckpointError if there are no adapters, or they were trained on another base.
     """

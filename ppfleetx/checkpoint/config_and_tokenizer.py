@@ -57,8 +57,8 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the chat template with which training renders chats, by file name. Empty if the training data
-    are not chats, or if the tokenizer already has this template."""
+    """Return the chat template of the training data as {file name: template}. Empty if the training data are
+    not chats, or if the tokenizer already has this template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}

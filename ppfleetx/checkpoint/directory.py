@@ -189,8 +189,12 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
-    """Return the end of an error message, which names the newest undamaged checkpoint in ``output_dir``.
-    Empty if there is none, or if it is ``bad``, the checkpoint that the error is about."""
+    """Return a phrase for the end of an error message, with the path of the newest undamaged checkpoint in
+    ``output_dir``. Empty if there is none.
+
+    Args:
+        bad: the checkpoint that the error is about. If it is the newest undamaged one, the result is empty.
+    """
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

@@ -27,8 +27,9 @@ class Difference:
     """A tensor that differs between two checkpoints.
 
     Attributes:
-        key: (``model`` or ``optimizer``, parameter name, optimizer state name).
-        what: how it differs, as text.
+        key: (``model`` or ``optimizer``, parameter name, optimizer state name). The state name is empty for
+            model parameters.
+        what: a description of the difference.
         largest: the largest absolute difference of two elements; None unless both are floating-point tensors
             of the same shape.
     """
@@ -53,8 +54,8 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return facts about a checkpoint, such as step, plan and sizes, as JSON values. ``parameters`` is a
-    number of elements. Keys that end in ``_bytes`` are in bytes."""
+    """Return facts about a checkpoint, such as step, plan and sizes, as JSON values. The value of the key
+    ``parameters`` is the number of elements of all parameters. Keys that end in ``_bytes`` are in bytes."""
     manifest = checkpoint.manifest
     of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
     of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]

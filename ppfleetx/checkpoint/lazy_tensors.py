@@ -23,7 +23,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 class LazyTensor:
     """A tensor with known type and shape whose data is read by calling ``load``.
 
-    The array may be a strided view. bfloat16 is read as its bits in uint16.
+    ``load`` may return a strided view. It returns bfloat16 as bits in uint16.
     """
 
     dtype: str

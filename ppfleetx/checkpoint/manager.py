@@ -114,7 +114,7 @@ class CheckpointManager:
     """Saves checkpoints into one output directory in the foreground: `save` returns when it is done.
 
     Args:
-        ownership: the run whose old checkpoints are replaced and deleted; None: none is replaced or deleted.
+        ownership: which old checkpoints may be replaced and deleted; None: none.
         ctx: the ranks that save together; None: this process saves alone.
         description: arguments of `save_checkpoint` that are the same for every save, such as `plan`.
     """
@@ -263,8 +263,8 @@ class HostCopier:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return slices of a copy of the tensors, and the function that makes this copy. Call the function
-        once, from any thread, before writing the slices."""
+        """Return slices whose data is a copy of the tensors, and a function that makes this copy. The
+        function must be called once, from any thread, before the slices are written."""
         live, copies = [], []
         for piece in pieces:
             if piece.is_live:

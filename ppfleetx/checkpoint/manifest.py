@@ -119,8 +119,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry for a safetensors file. The header is counted with the 8 bytes before it, which
-    give its length."""
+    """The manifest's entry for a safetensors file.
+
+    Attributes:
+        num_bytes: the size of the file.
+        header_bytes: the size of the header, including the 8 bytes at the start of the file that give its
+            length.
+        header_crc32: the checksum of these ``header_bytes`` bytes.
+    """
 
     __pydantic_config__ = _EXACTLY
 
@@ -180,7 +186,7 @@ class Manifest:
     Attributes:
         step: number of finished optimizer steps.
         epoch: number of finished passes over the data.
-        files: entries of the safetensors files, by path relative to the checkpoint, with `/`.
+        files: entries of the safetensors files, by path relative to the checkpoint. The separator is `/`.
         tensors: entries of the tensors, by (``model`` or ``optimizer``, parameter name, optimizer state
             name).
         state: the trainer's state (progress, RNG, scaler, schedule, ...): any JSON value.

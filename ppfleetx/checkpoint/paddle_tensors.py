@@ -27,7 +27,8 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """Yield this rank's slice of each parameter. Its data is read only when it is written."""
+    """Yield this rank's slice of each parameter. The data of a slice is read only when the slice is
+    written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 
@@ -61,7 +62,8 @@ def load_model(
         vocab_size: the model's vocabulary size without padding.
         allow_missing: names of parameters that keep their values if the checkpoint lacks them.
         allow_extra: names of checkpoint tensors to ignore if the model does not have them. True: all.
-        allow_other_shapes: whether parameters whose shape or vocabulary differs keep their values.
+        allow_other_shapes: whether parameters that have another shape or vocabulary in the checkpoint keep
+            their values. If False, they cause an error.
         model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
     Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is

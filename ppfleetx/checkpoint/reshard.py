@@ -114,7 +114,8 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """Yield a tensor's slice for a tensor-parallel rank. Only rank 0 gets a tensor that is not split."""
+    """Yield the slice of a tensor that belongs to a tensor-parallel rank. If the tensor is not split, yield
+    the whole tensor for rank 0 and nothing for other ranks."""
     dim = cut_dim(entry.name)
     if dim is not None and _is_split_like_parameter(checkpoint, entry):
         if entry.shape[dim] % degree:

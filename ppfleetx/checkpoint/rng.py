@@ -39,9 +39,10 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state` in a checkpoint. Returns False if
-    the parallel degrees differ from the checkpoint's; all ranks then get rank 0's default generators. Raises
-    CheckpointError if a state is missing or invalid."""
+    """Restore this rank's generators from the result of `gather_rng_state` in a checkpoint. Returns True if
+    all were restored. If the parallel degrees differ from the checkpoint's, returns False, and all ranks get
+    rank 0's states without the named streams of Paddle's RNG tracker. Raises CheckpointError if a state is
+    missing or invalid."""
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
         # Dropout stays the same, because its masks depend only on seed and step.

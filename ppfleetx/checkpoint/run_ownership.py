@@ -53,8 +53,8 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Return whether the run saved the checkpoint at ``path``, with every file in it, and was not started
-        from it. The run may delete or replace only such checkpoints."""
+        """Return whether the run may delete or replace the checkpoint at ``path``. It may if it saved every
+        file in the checkpoint and was not started from it."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:

@@ -81,7 +81,7 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """Make a `Model` section of these keys. Raises CheckpointError for invalid keys.
+    """Make a `Model` section of ``keys``. Raises CheckpointError if they do not describe a valid network.
 
     Args:
         place: the source of the keys, for messages.

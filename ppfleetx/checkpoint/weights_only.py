@@ -49,7 +49,7 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
     Args:
         path: any path that `Engine.save_load.ckpt_dir` accepts.
         masters: whether to read float32 master weights where the checkpoint has them.
-        few_bits: whether the checkpoint may be quantized. Its weights are returned as stored.
+        few_bits: whether the checkpoint may be quantized. Quantized weights are returned as stored.
 
     Raises CheckpointError if the checkpoint cannot be read, or is quantized and ``few_bits`` is False.
     """
@@ -167,7 +167,8 @@ def write_ppfleetx(
     """Write converted weights as a checkpoint. Returns its step directory.
 
     Args:
-        weights: facts about the weights, such as their source and tokenizer; its tensors are not used.
+        weights: facts about the weights, such as their source and tokenizer. The attribute
+            ``weights.tensors`` is not used.
         tensors: all parameters of ``model``, with vocabulary padding.
         output: the output directory.
     """

@@ -65,7 +65,7 @@ def save_checkpoint(
     Args:
         tensors: slices that together make up every tensor.
         documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
-        ownership: the run whose old checkpoints are replaced and deleted; None: none is replaced or deleted.
+        ownership: which old checkpoints may be replaced and deleted; None: none.
         max_file_bytes: maximum size of a file; larger data is split into several.
         verify: whether to read all data back and check it before the checkpoint gets its name.
 

@@ -29,8 +29,8 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """One array for the attention groups and one for the feed-forward units of a layer. They have either
-    scores, float64 ``[g]`` and ``[f]``, or the sorted indices of the groups and units to keep."""
+    """Two arrays for a layer: one for its attention groups and one for its feed-forward units. Both contain
+    either scores, float64 ``[g]`` and ``[f]``, or the sorted indices of the groups and units to keep."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -158,8 +158,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError unless the network can be pruned. All layers must be the same, with no matrices
-    except ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and `ModelConfig.not_pruned` must be None."""
+    """Raise ConfigError unless the network can be pruned. All layers must be the same, and each must have
+    exactly the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")
@@ -222,7 +222,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """Return the indices of the groups and units with the largest scores; among equal ones, the first."""
+    """Return the indices of the groups and units with the largest scores, as many as ``sizes`` has. Of equal
+    scores, the first ones are taken."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 

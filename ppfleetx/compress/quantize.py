@@ -479,13 +479,13 @@ class _Activations:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Pass all data through one stage.
+        """Pass the calibration data through one quantized stage, and the evaluation data through both the
+        original and the quantized stage.
 
         Args:
-            layer: the original stage. The evaluation data passes through it.
-            small: the quantized stage. The evaluation data, separately, and the calibration data pass through
-                it.
-            is_last: whether this is the last stage, which does not need the calibration data.
+            layer: the original stage.
+            small: the quantized stage.
+            is_last: whether this is the last stage. If so, only the evaluation data is passed.
         """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             if is_last and states is self._calibration:

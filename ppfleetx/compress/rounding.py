@@ -59,8 +59,8 @@ def scales_of(
         method: ``absmax`` makes the largest magnitude the largest value of the grid. ``mse`` searches for the
             scale with the smallest squared rounding error.
 
-    Returns float32 ``[1, 1]``, ``[1, n]`` or, for g groups, ``[g, n]``. Raises DataError if an element is NaN
-    or infinite.
+    Returns float32 ``[1, 1]`` if ``per_tensor``, otherwise ``[g, n]`` for g groups. Raises DataError if an
+    element is NaN or infinite.
     """
     if not np.isfinite(weight).all():
         raise DataError("the matrix holds NaN or infinite values, which have no place on a grid")
@@ -73,16 +73,19 @@ def scales_of(
 
 
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
-    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid. Returns float16
-    ``[2 g, n]``: the scales of the g groups of rows, then their offsets.
-    Several grids are tried, and the one with the smallest squared error is chosen. Raises DataError if a
-    weight is NaN, or too large for float16."""
+    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid. Raises DataError if a
+    weight is NaN, or too large for float16.
+
+    Returns float16 ``[2 g, n]`` for g groups of input features: for each group a row of scales and then a row
+    of offsets.
+    """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
             f"the matrix holds NaN or infinite values or values beyond {_LARGEST_HALF:,.0f}, which have no "
             "place on a grid with offsets"
         )
     grouped = _grouped(np.asarray(weight, np.float32), _num_groups(weight.shape[0], group_size))
+    # Of the grids tried, the one with the smallest squared error is chosen for each group and column.
     best, least = None, None
     for grid in _grids(grouped, bits):
         # Try the grid as it is, and after a least-squares fit to the weights.
@@ -124,8 +127,8 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and offset, both rounded to float16, of a grid whose point ``at`` is dequantized to
-    ``value``."""
+    """Return the scale ``step`` and the offset ``value - at * step`` of an asymmetric grid, both rounded to
+    float16."""
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)
@@ -195,7 +198,8 @@ class Stored:
 
     Attributes:
         levels: the integers ``[k, n]``, int8.
-        scale: float32 ``[g, n]`` for g groups of input features; with offsets, float16 ``[2 g, n]``.
+        scale: float32 ``[g, n]``, a row of scales for each of g groups of input features. In asymmetric
+            formats, it is float16 ``[2 g, n]``: for each group a row of scales and then a row of offsets.
         form: the storage format.
         is_table: whether this is an embedding table, for which both arrays are transposed.
 
@@ -355,7 +359,8 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block that read the output of a norm.
+    """Apply SmoothQuant (Xiao et al., 2022) to those linear layers of one block whose input is the output of
+    a norm.
 
     Args:
         parameters: the parameters of the block, which are changed in place.

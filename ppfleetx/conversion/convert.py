@@ -190,7 +190,8 @@ def check_logits(job: Conversion, written: Path, *, python_with_transformers: st
         python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
             them.
 
-    Raises CheckpointError if the logits differ too much, or if these formats cannot be compared.
+    Raises CheckpointError if the logits differ too much, if neither format is Hugging Face's, or if the
+    result is a GGUF file.
     """
     if "hf" not in (job.source, job.target) or job.target == "gguf":
         raise CheckpointError(

@@ -365,7 +365,8 @@ def _generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[st
 
 
 def _shortest(value: Any) -> Any:
-    """Round a float that was stored as float32 to 7 digits, so that for example 1e-5 is 1e-5 again."""
+    """Round a float to 7 significant digits, the precision of float32. Other values are returned
+    unchanged."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 

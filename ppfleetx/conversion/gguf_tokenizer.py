@@ -256,8 +256,9 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
     Args:
         token: the token; None for a row of the embedding without a token.
-        added: its entry in ``added_tokens`` of the ``tokenizer.json``.
-        characters: the ``model`` of the ``tokenizer.json`` if it merges characters, otherwise empty.
+        added: its entry in ``added_tokens`` of the ``tokenizer.json``; None if it has no entry.
+        characters: the ``model`` of the ``tokenizer.json`` for a BPE that merges characters; empty for a BPE
+            that merges bytes.
     """
     if token is None:
         return _UNUSED

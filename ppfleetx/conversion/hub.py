@@ -64,7 +64,8 @@ def hub_name(place: str | Path) -> HubName | None:
 
 
 def may_be_of_hub(place: str | Path) -> bool:
-    """Return whether ``place`` could name a model on the hub without ``hf:``, such as ``org/name``."""
+    """Return whether ``place`` looks like the name of a model on the hub that lacks the prefix ``hf:``, such
+    as ``org/name``."""
     return _NAME.fullmatch(str(place)) is not None
 
 

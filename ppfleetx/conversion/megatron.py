@@ -279,11 +279,11 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of a fused q, k, v parameter to the order of Megatron's checkpoint version 2, by
-    key/value head.
+    """Reorder the rows of a fused q, k, v parameter to the order of Megatron's checkpoint version 2, in which
+    q, k and v of each key/value head are together.
 
     Args:
-        version: Megatron's checkpoint version, which tells the order in ``array``.
+        version: Megatron's checkpoint version of ``array``.
     """
     if version >= 2.0:
         return array
@@ -296,8 +296,8 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Convert Megatron's options to a `Model` section; empty if they do not give the sizes. Raises
-    CheckpointError for unsupported options."""
+    """Convert Megatron's options to a `Model` section; empty if the number of layers, the number of heads or
+    the hidden size is missing. Raises CheckpointError for unsupported options."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)

@@ -1,5 +1,5 @@
-"""Unpickle weights without running code from the file. Only the names in the tables below are allowed, which
-build arrays and containers. Objects of some other classes are read as data (:class:`Record`)."""
+"""Unpickle weights without running code from the file. Only names that build arrays and containers are
+allowed. Objects of some other classes are read as data (:class:`Record`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle was refused because it asks for something that is neither an array nor a container. ``wanted``
-    is its name."""
+    """A pickle was refused because it contains something that is not allowed, which ``wanted`` describes."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
@@ -49,7 +48,8 @@ class Record:
 
 
 class Kind:
-    """Base class of our replacements for some classes in a pickle. A pickle cannot set their attributes."""
+    """Base class of the classes that replace those of PyTorch when a pickle is read. A pickle cannot set the
+    attributes of their objects."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")

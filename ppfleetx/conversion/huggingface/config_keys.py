@@ -196,8 +196,12 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the keys that transformers does not need from a ``config.json`` of Paddle's libraries. ``keys``
-    is the result of :func:`model_keys` for it."""
+    """Return a copy of a ``config.json``. If Paddle's libraries wrote it, the keys that transformers does not
+    need are left out.
+
+    Args:
+        keys: the result of :func:`model_keys` for ``config``.
+    """
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
     kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
@@ -246,7 +250,8 @@ def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) ->
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Return whether a key only repeats what follows from others, such as the usual ``head_dim``."""
+    """Return whether the network would be the same without this key and its value. An example is a
+    ``head_dim`` of ``hidden_size / num_attention_heads``."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

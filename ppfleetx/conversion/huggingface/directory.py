@@ -150,8 +150,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """Return the name in the files of the tensor that transformers calls ``name``. Files may omit GPT-2's
-    prefix, or use the other name of GPT-NeoX's head."""
+    """Return the name under which the files contain the tensor that transformers calls ``name``. Raises
+    CheckpointError if they do not contain it."""
+    # Files may omit GPT-2's prefix, or use the other name of GPT-NeoX's head.
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate

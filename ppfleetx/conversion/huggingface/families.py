@@ -45,8 +45,8 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """Return the table `SIZES` for a family with other ``config.json`` keys. A keyword argument is the usual
-    key, and its value is the family's key."""
+    """Return the table `SIZES` with the ``config.json`` keys of one family. Each argument's name is the usual
+    key, and its value is the key that the family has in its place."""
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 

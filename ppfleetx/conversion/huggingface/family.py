@@ -328,7 +328,8 @@ def pattern_keys(config: Config, every: int) -> dict[str, Any]:
     ``attention_window_layers``.
 
     Args:
-        every: the period if ``config`` has no ``layer_types``: the last layer of each period has no window.
+        every: the number of layers in a period, used if ``config`` has no ``layer_types``. The last layer of
+            each period has no window.
     """
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
@@ -358,9 +359,10 @@ def pattern(
     """Make a :class:`Feature` for a sliding window that only some layers use.
 
     Args:
-        every: the default period, as for :func:`pattern_keys`.
-        period: ``config.json`` keys that can give another period; the first one that is present is used.
-        also: makes further keys of our ``Model`` section from the ``config.json`` and the converted keys.
+        every: the default number of layers in a period. The last layer of each period has no window.
+        period: the ``config.json`` keys that can set this number; the first one that is present is used.
+        also: a function that makes further keys of our ``Model`` section. Its arguments are the
+            ``config.json`` and the keys for the window.
     """
 
     def read(config: Config) -> dict[str, Any]:

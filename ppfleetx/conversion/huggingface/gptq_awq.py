@@ -169,7 +169,8 @@ def _weight(
 
 
 def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
-    """Unpack the 4- or 8-bit integers in a matrix of 32-bit words along ``axis``."""
+    """Unpack a matrix of 32-bit words to 4- or 8-bit integers. Each word becomes consecutive elements along
+    ``axis``."""
     fields = [
         (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
     ]

@@ -32,8 +32,8 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Return the key of our ``Model`` section that says which layers have experts: ``moe.first_dense_layers``
-    or ``moe.layers``.
+    """Return the key ``moe.first_dense_layers`` or ``moe.layers`` of our ``Model`` section, with its value,
+    for a model in which all layers have experts except those in ``dense``.
 
     Args:
         dense: the numbers of the layers without experts.

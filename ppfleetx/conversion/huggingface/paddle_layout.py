@@ -23,9 +23,13 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a model directory in Hugging Face's layout, even if Paddle's libraries wrote it.
-    ``keys`` is ``config`` converted to our `Model` section. Raises CheckpointError if the layout is not
-    supported or ambiguous."""
+    """Return the tensors of a model directory. Those that Paddle's libraries wrote are converted to Hugging
+    Face's layout. Raises CheckpointError if the layout is not supported or ambiguous.
+
+    Args:
+        config: the ``config.json``.
+        keys: ``config`` converted to our `Model` section.
+    """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
     if kind == "gpt2" or not is_paddle:

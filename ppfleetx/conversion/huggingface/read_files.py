@@ -33,8 +33,8 @@ class Stored:
     """The tensors of a model directory, with the names and shapes that the files have.
 
     Attributes:
-        formats: the values of ``format`` in the metadata of safetensors files, such as `pt`, or None where it
-            is missing; `pdparams` for Paddle pickles.
+        formats: the ``format`` values in the metadata of the safetensors files, such as `pt`. None stands for
+            a file without this value, and `pdparams` for a Paddle pickle.
     """
 
     tensors: dict[str, LazyTensor]
