@@ -100,7 +100,8 @@ def load_optimizer(
     *,
     model_names: Collection[str] = (),
 ) -> None:
-    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`).
+    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`). Master
+    weights that the checkpoint lacks are loaded from its weights, and those that ``state`` lacks are ignored.
 
     Args:
         state: this rank's state, by (parameter name, state name).

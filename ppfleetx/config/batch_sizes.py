@@ -49,9 +49,11 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes in sequences: of the whole job, of a data-parallel rank, and of a forward pass.
+    """The batch sizes in sequences: of the whole job, of a data-parallel rank, and of a forward pass. Under a
+    ``ramp``, they are those at its end.
 
     Attributes:
+        accumulate_steps: the number of forward passes (micro batches) of a data-parallel rank in a step.
         ramp: how the global batch size grows; None if it is constant.
         lengths: how the sequence length grows, in tokens; None if it is constant.
     """

@@ -47,8 +47,9 @@ Ranks = tuple[int, ...]
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
     """Split ``ranks`` into groups between nodes and groups within a node, for a collective in two levels.
 
-    Returns both lists of groups, or None if ``ranks`` cannot be divided into two levels. ``per_node`` is the
-    number of ranks of the job on a node.
+    Returns (groups between nodes, groups within a node), both in the order of ``ranks``, or None if ``ranks``
+    cannot be divided into two levels. ``per_node`` is the number of ranks of the job on a node. Ranks are
+    numbered node by node, and ``ranks`` is sorted.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)

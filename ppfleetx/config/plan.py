@@ -380,7 +380,8 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return ``plan`` with the highest legal ``ep`` that divides the ``ep`` of the plan ``like``."""
+    """Return ``plan`` with the highest legal ``ep`` that divides the ``ep`` of the plan ``like``, and with
+    the ``expert_mp`` of ``like`` or, if that is not legal, 1. Returns ``plan`` itself if nothing is legal."""
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))

@@ -83,7 +83,8 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """The sequence length in tokens of every dataset that the run reads, by configuration key."""
+    """The sequence length in tokens of every dataset that the run reads, by configuration key. If the length
+    grows, ``Global.rampup_seq_len`` is included too, with a number that divides all lengths of the ramp."""
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}

@@ -54,7 +54,8 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError that shows every key concerned, with value and place."""
+    """Turn ``violation`` into a ConfigError that shows the concerned keys in ``origins``, or the first key if
+    none is there, with value and place."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 

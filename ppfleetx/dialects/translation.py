@@ -77,7 +77,8 @@ class Translation:
         already has another value.
 
         Args:
-            sources: the user's values, or names of options, that the value was derived from.
+            sources: the user's values, or names of options, that the value was derived from. Options that the
+                user did not give are ignored; if none was given, the value counts as the toolkit's default.
             why: an explanation for the comment in the YAML output.
         """
         if value is None:

@@ -164,7 +164,8 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """Return the lines of a table of step time, duration and cost for other numbers of cards."""
+    """Return the lines of a table of step time, days, card-hours and MFU for other numbers of cards. Only the
+    number of data-parallel replicas changes; model parallelism and global batch stay."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

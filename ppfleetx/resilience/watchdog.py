@@ -323,8 +323,8 @@ def readable(report: Report) -> str:
 
 
 def _fallback_directories(directory: Path) -> list[Path]:
-    """Return two more directories for hang reports, on the local disk and in memory, in case ``directory`` is
-    on a broken or full disk."""
+    """Return at most two more directories for hang reports, on the local disk and in memory, in case
+    ``directory`` is on a broken or full disk. A place that does not exist is left out."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())

@@ -59,7 +59,8 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """The places of the values that the user gave: dotted key -> ``file:line`` or ``-o override n``."""
+        """The places of the values that the user gave: dotted key -> ``file:line``, ``-o override n``,
+        or the name of another option or argument, such as ``--output``."""
         return dict(self._origins)
 
     @property

@@ -144,11 +144,12 @@ def find_sources(
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
     """List the files of a corpus in the order in which they are encoded. ``inputs`` are files and folders;
-    ``suffixes`` limits folders to files with these endings.
+    ``suffixes`` limits folders to files with these endings. The files of a folder are sorted by path. Hidden
+    files, hidden folders and ``__pycache__`` are skipped.
 
     ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) have one JSON object per line. All other files are
     plain text, which ``split_on`` divides into documents. Raises DataError if an input does not exist, has an
-    unsupported compression, or contains no files.
+    unsupported compression, or contains no files, or if there are no inputs.
     """
     sources = []
     for entry in map(Path, inputs):
