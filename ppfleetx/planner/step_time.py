@@ -1,7 +1,7 @@
 """Predict the time of one optimizer step under a parallel plan, part by part.
 
-Communication that overlaps with computation is assumed not to slow it down. It counts only by the time that
-it takes longer than the computation.
+Communication that overlaps with computation is assumed not to slow the computation down. If it takes longer
+than the computation, the difference is added to the time of the step.
 """
 
 from __future__ import annotations
