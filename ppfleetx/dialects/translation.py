@@ -58,7 +58,7 @@ class Translation:
         dialect: the toolkit's name, such as "MindFormers".
         place: the file or command line that was translated.
         native: the values of ppfleetx's configuration, by dotted key.
-        fixed: options that the user gave but that have no effect, because ppfleetx has no choice there.
+        fixed: options that the user gave but that have no effect, because ppfleetx behaves in only one way.
         unused: options that the user gave but that have no meaning in ppfleetx.
         notes: messages to log about deliberate differences from a run of the toolkit.
         given: all the user's values, by the option's name in the key table.

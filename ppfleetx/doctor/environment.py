@@ -138,8 +138,8 @@ def variables(target: Target) -> Iterator[Row]:
 
 
 def paddle_loads(target: Target) -> Iterator[Row]:
-    """Import Paddle, and report its version, its build and the process settings made for it, such as the
-    number of threads."""
+    """Import Paddle, and report its version, its build and the settings of this process, such as the number
+    of threads."""
     said = prepare_process(device=target.device)
     try:
         import_paddle()
