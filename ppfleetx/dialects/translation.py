@@ -107,7 +107,7 @@ class Translation:
             self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
-        """Set a key of ppfleetx's configuration to null. This is for keys whose default is another value."""
+        """Set a key of ppfleetx's configuration to null. This is for keys whose default is not null."""
         self.native[key] = Native(None, self._given(sources), why)
 
     def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:

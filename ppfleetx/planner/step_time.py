@@ -382,7 +382,8 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 def _activation_sum(job: Job, cluster: Cluster) -> float:
     """Return the seconds of one tensor-parallel all-reduce of hidden states.
 
-    A reduce-scatter and an all-gather, which replace it under sequence parallelism, take the same time.
+    Under sequence parallelism, the reduce-scatter and the all-gather that replace it take the same time
+    together.
     """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
