@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print a configuration or a command line of another toolkit as a configuration of this one.
+"""Print a configuration or a command line of another toolkit as a configuration of ppfleetx.
 
 The same as `ppfleetx translate`.
 """

@@ -1,4 +1,5 @@
-"""Accept a configuration from Python: a YAML file, a shipped name or a mapping, with overrides."""
+"""Accept a configuration from Python: a YAML file, the name of a shipped configuration or a mapping, with
+overrides."""
 
 from __future__ import annotations
 
@@ -45,9 +46,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def config_source(config: Configuration) -> ConfigSource:
-    """Convert a configuration in any accepted form (path, shipped name, mapping or ``RunConfig``) to one that
-    :func:`~ppfleetx.config.loader.load_config` accepts.
-    """
+    """Convert a configuration in any accepted form (path, name of a shipped configuration, mapping or
+    ``RunConfig``) to one that :func:`~ppfleetx.config.loader.load_config` accepts."""
     if isinstance(config, RunConfig):
         return Sections(without_derived(config), _PLACE)
     return Sections(nested(_leaves(config, "")), _PLACE) if isinstance(config, Mapping) else config

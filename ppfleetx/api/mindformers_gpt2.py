@@ -124,8 +124,8 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the tokenizer in a directory: its own files, or the tokenizer of a model or a run. Raises
-        DataError if there is none."""
+        """Load a tokenizer from a directory with tokenizer files, a model or a run. Raises DataError if it
+        has no tokenizer."""
         directory = local_directory(directory)
         try:
             return cls(Tokenizer.load(directory))

@@ -46,8 +46,8 @@ class _AbandonedError(Exception):
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Run ``generate`` in a background thread, and yield the pieces of text that it passes to its argument
-    ``on_text``: (index of the prompt, index of the continuation, text).
+    """Call ``generate`` with a callback in a background thread, and yield what it passes to the callback:
+    (index of the prompt, index of the continuation, piece of text).
 
     If generation fails, its error is raised after the last piece. Generation stops when the iterator is
     closed.

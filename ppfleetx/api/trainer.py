@@ -104,8 +104,8 @@ class Trainer:
             file or folder (also JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset``
             with a column ``text``. Texts are encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several by name: ``{"wiki": ..., "code": ...}``.
-            None: if the configuration has ``Data.Eval``, the share of ``train_data`` that
-            ``Data.Eval.dataset.split`` sets aside.
+            None: the share of ``train_data`` that ``Data.Eval.dataset.split`` sets aside, or no evaluation
+            data if the configuration has no ``Data.Eval``.
         tokenizer: tokenizer for the texts: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
         callbacks: objects whose methods the training loop calls, see

@@ -37,7 +37,7 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Return length, batch size and learning rate for finetuning, except where the user set them."""
+    """Return the run length, batch size and learning rate for finetuning, except where the user set them."""
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
 

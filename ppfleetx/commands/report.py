@@ -245,7 +245,7 @@ def _samples(path: Path) -> list[Section]:
 
 
 def _speed(run: RunFiles) -> Section:
-    """Make a section with the run's speed: medians over all records, which ignore slow first steps."""
+    """Make a section with the run's speed, as medians over all training steps."""
     records = run.of_kind("train")
 
     def median(key: str) -> float:

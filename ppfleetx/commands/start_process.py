@@ -43,7 +43,7 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """Prepare this process to run the loaded configuration ``cfg``; otherwise like :func:`start_process`."""
+    """Like :func:`start_process`, but for a configuration ``cfg`` that is already loaded."""
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():

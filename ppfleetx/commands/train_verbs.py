@@ -251,7 +251,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Translate(Command):
-    """Print a configuration or a command line of another toolkit as a configuration of this one.
+    """Print a configuration or a command line of another toolkit as a configuration of ppfleetx.
 
     A comment on each key of the result names its source: file, line and key of the other toolkit. The toolkit
     is recognized by its keys or options. docs/dialects/ has a page for each toolkit.

@@ -147,5 +147,6 @@ def names_of_others() -> dict[str, str]:
 
 
 def ppfleetx_key(name: str) -> str | None:
-    """Return the key with the meaning of another toolkit's option ``name``; None if there is none."""
+    """Return the ppfleetx key with the same meaning as the option ``name`` of another toolkit; None if there
+    is none."""
     return names_of_others().get(name.strip("-").replace("-", "_").lower())

@@ -156,7 +156,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` may replace ``present``, because only ``node`` is from the command line."""
+    """Whether ``node`` overrides ``present``: ``node`` is from the command line, and ``present`` is not."""
     return is_argument(node.place) and not is_argument(present.place)
 
 

@@ -83,11 +83,12 @@ class Registry(Generic[TargetT, TraitsT]):
         return tuple(self._entries)
 
     def traits(self, name: str) -> TraitsT:
-        """The traits of the part with this name. Nothing is imported."""
+        """The traits of the part registered as ``name``. Nothing is imported."""
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The object registered under this name, or the text that names it. Nothing is imported."""
+        """The class or function registered as ``name``, or the text that names it if it was registered as
+        text. Nothing is imported."""
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
@@ -96,7 +97,8 @@ class Registry(Generic[TargetT, TraitsT]):
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
-        """Call the part with this name and return the result, e.g. an optimizer object.
+        """Call the part registered as ``name`` with ``arguments``, and return the result, e.g. an optimizer
+        object.
 
         Raises:
             ConfigError: there is no such part, it refuses the arguments, or its result is not of type

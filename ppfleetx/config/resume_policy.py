@@ -175,7 +175,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """List the keys with this effect on a resumed run.
+    """List the keys with the given effect on a resumed run.
 
     A section in the list stands for those of its keys that have no entry of their own.
     """

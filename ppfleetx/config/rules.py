@@ -126,7 +126,7 @@ def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: in
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """The tokens of a training sequence; without training data, the model's number of positions."""
+    """The length of a training sequence in tokens; without training data, the model's number of positions."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 

@@ -63,9 +63,8 @@ class Key:
     default: Any = None
 
     def natives(self, value: Any) -> Mapping[str, Any]:
-        """Convert the option's ``value`` to ``{key of ppfleetx: value}``. A value of None leaves that key
-        unset. Raises ValueError if the option cannot have this value.
-        """
+        """Convert the option's ``value`` to ``{key of ppfleetx: value}``. If a converted value is None, its
+        key is left unset. Raises ValueError if the option cannot have this value."""
         found = self.convert(value)
         return found if isinstance(found, Mapping) else dict.fromkeys(self.to, found)
 
@@ -97,7 +96,7 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is a block of options. It is one if the table has options whose names begin with
+        """Whether ``name`` is a block of options, i.e. the table has options whose names begin with
         ``name.``"""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]

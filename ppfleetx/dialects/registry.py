@@ -62,7 +62,8 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """Find the dialect that knows most of a file's top-level ``keys``. Raises ConfigError if none does."""
+    """Find the dialect that knows the largest number of a file's top-level ``keys``. Raises ConfigError if no
+    dialect knows any of them."""
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:

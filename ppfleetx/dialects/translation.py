@@ -58,7 +58,7 @@ class Translation:
         dialect: the toolkit's name, such as "MindFormers".
         place: the file or command line that was translated.
         native: the values of ppfleetx's configuration, by dotted key.
-        fixed: options that the user gave but that have no effect, because ppfleetx always does the same.
+        fixed: options that the user gave but that have no effect, because ppfleetx behaves in only one way.
         unused: options that the user gave but that have no meaning in ppfleetx.
         notes: messages to log about deliberate differences from a run of the toolkit.
         given: all the user's values, by the option's name in the key table.
@@ -108,7 +108,7 @@ class Translation:
             self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
-        """Set a key of ppfleetx's configuration to null. This is for keys whose default is another value."""
+        """Set a key of ppfleetx's configuration to null. This is for keys whose default is not null."""
         self.native[key] = Native(None, self._given(sources), why)
 
     def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:

@@ -53,7 +53,7 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
 
 def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
     """Yield all values in a YAML or JSON file with their dotted keys. ``prefix`` is put before each key.
-    Error messages mention the option ``named``, whose value is the path."""
+    ``named`` is the user's option that names the file, for error messages."""
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
     # JSON may be indented with tabs, which YAML forbids. JSON strings cannot contain raw tabs.
     text = read_text(path, **entry).replace("\t", " ")

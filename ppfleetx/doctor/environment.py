@@ -98,7 +98,8 @@ def limits(target: Target) -> Iterator[Row]:
 
 
 def open_files_row(soft: int, hard: int) -> Row:
-    """Return the row about the limit of open files (``ulimit -n``). A negative limit means none."""
+    """Return the row about the limit of open files (``ulimit -n``). A negative value means that there is no
+    limit."""
     if soft < 0 or soft >= _FILES:
         return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
     fix = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"
@@ -137,7 +138,8 @@ def variables(target: Target) -> Iterator[Row]:
 
 
 def paddle_loads(target: Target) -> Iterator[Row]:
-    """Import Paddle, and report its version and build, and the settings that make this process faster."""
+    """Import Paddle, and report its version, its build and the settings of this process, such as the number
+    of threads."""
     said = prepare_process(device=target.device)
     try:
         import_paddle()

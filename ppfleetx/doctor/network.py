@@ -143,8 +143,8 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Yield report rows on the connections between all machines. The answer of each machine has, for each
-    other machine, the problem in connecting to it, or ""."""
+    """Yield report rows on the connections between all machines. The answer of each machine maps the number
+    of every other machine to the reason why it could not connect to that machine, or to ""."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:

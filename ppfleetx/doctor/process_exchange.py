@@ -73,7 +73,8 @@ class Host:
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Tell the others what this process does next; they report it if this process stops answering."""
+        """Tell the other processes what this process does next. If it stops answering, their messages name
+        this activity."""
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:

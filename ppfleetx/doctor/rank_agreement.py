@@ -149,9 +149,8 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a report row for each of :data:`FACTS`. ``names`` are the facts whose :func:`digests` differ.
-    Their rows list the differences between ``answers``, the values on each rank; all other rows say
-    "equal"."""
+    """Yield a report row for each of :data:`FACTS`. For a fact in ``names``, the row lists the differences
+    between ``answers``, the values on each rank. For any other fact, it says "equal"."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}

@@ -91,8 +91,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """Run a check within its time limit, and return its rows of the report. If the check itself fails, a row
-    says so."""
+    """Run a check within its time limit, and return its rows of the report. If the check cannot run, exceeds
+    the limit or raises an error, a row gives the reason."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]

@@ -94,7 +94,8 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """Return the batch of a step. A formula gives its tokens, as random generators may differ by version."""
+    """Return the batch of a step. Its tokens are computed by a formula, because random generators may differ
+    between versions."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {

@@ -99,9 +99,9 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return how many tensor-parallel groups on a node communicate independently of each other.
+    """Return the number of tensor-parallel groups on a node if they communicate at different times.
 
-    It is 1 if all groups on the node communicate at the same time.
+    If they all communicate at the same time, return 1.
     """
     # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
     # the same time.

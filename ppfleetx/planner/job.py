@@ -82,7 +82,8 @@ class Job:
     """What the planner predicts: the training of a model with given batch sizes under one parallel plan.
 
     Attributes:
-        model: the model, except its sequence parallelism (see ``plan``) and recompute (see ``recomputed``).
+        model: the model. ``plan`` and ``recomputed`` replace its settings of sequence parallelism and
+            recompute.
         micro_batch: sequences in one forward pass of a data-parallel rank.
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.

@@ -30,8 +30,8 @@ class Held:
         stored: bytes of quantized weights held between steps.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: one pair (n, size) for each parameter size, where n is the number of elements up to the end of
-            the last parameter of this size.
+        fills: a pair (n, size) for each size of a parameter. n is the number of elements of all parameters,
+            in model order, up to and including the last one of this size.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.
@@ -197,7 +197,8 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """Return the elements on the fullest of ``ranks`` ranks when whole parameters are dealt out to them."""
+    """Distribute whole parameters over ``ranks`` ranks, and return the largest number of elements on a
+    rank."""
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks

@@ -33,7 +33,7 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
     """Parse the text of a parallel plan, such as ``dp=4,mp=8``.
 
     Args:
-        own: the plan from which settings that the text does not give are taken.
+        own: the plan that provides the settings missing from the text.
         option: the command-line option that gave the text, for messages.
 
     Raises:
@@ -139,7 +139,7 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """Return the complete configuration under ``plan`` instead of its own parallel plan.
+        """Return the complete configuration, with its parallel plan replaced by ``plan``.
 
         Args:
             micro, batch: micro batch size and global batch size, in sequences.

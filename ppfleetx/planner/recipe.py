@@ -51,7 +51,7 @@ class RecipeInputs:
 
     @cached_property
     def kind(self) -> Card:
-        """The card's constants of speed and memory. Raises ConfigError if there is no such card."""
+        """The kind of card, with its constants of speed and memory. Raises ConfigError if it is unknown."""
         return load_card(self.card, key="--cards")
 
     @property

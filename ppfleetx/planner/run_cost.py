@@ -69,7 +69,8 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return how many seconds the sequences of a batch-size ramp take: with the ramp, and with full batches.
+    """Return two times in seconds for the sequences of a batch-size ramp: with the batch sizes of the ramp,
+    and with full batches.
 
     Raises:
         ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.

@@ -112,9 +112,9 @@ class _Search:
     found: SearchResult
 
     def try_plan(self, plan: ParallelPlan) -> bool:
-        """Try the candidates of ``plan`` and keep the best.
+        """Try all candidates of ``plan``, and keep the best ones.
 
-        Returns True if one of them is found not to fit into memory.
+        Returns True if at least one candidate is found not to fit into memory.
         """
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
@@ -129,7 +129,7 @@ class _Search:
     def _all_fit(self, fitted: Job) -> bool:
         """Try a job with each kind of recompute, and keep the best candidates.
 
-        Returns False if one of them is found not to fit into memory.
+        Returns False if at least one candidate is found not to fit into memory.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

@@ -1,7 +1,7 @@
 """Predict the time of one optimizer step under a parallel plan, part by part.
 
-Communication that overlaps with computation is assumed not to slow it down. It counts only by the time that
-it takes longer than the computation.
+Communication that overlaps with computation is assumed not to slow the computation down. If it takes longer
+than the computation, the difference is added to the time of the step.
 """
 
 from __future__ import annotations
@@ -382,7 +382,8 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 def _activation_sum(job: Job, cluster: Cluster) -> float:
     """Return the seconds of one tensor-parallel all-reduce of hidden states.
 
-    A reduce-scatter and an all-gather, which replace it under sequence parallelism, take the same time.
+    Under sequence parallelism, the reduce-scatter and the all-gather that replace it take the same time
+    together.
     """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 

@@ -53,7 +53,7 @@ class Timeline:
 
     Attributes:
         spans: the simulated passes; of a long step, only the first ones.
-        seconds: the time of all passes of the step.
+        seconds: the time from the start of the first pass to the end of the last one.
     """
 
     spans: tuple[Span, ...]

@@ -151,8 +151,9 @@ class Form:
 class WeightsConfig(Section):
     """How a quantized checkpoint stores its weights. `ppfleetx quantize` writes this section; do not edit it.
 
-    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. Unless
-    `asymmetric`, each row of the embedding and each output of the head has one scale.
+    The linear layers of the blocks have `bits` bits; the word embedding and the head have 8 bits. With
+    `asymmetric`, `group_size` applies to all of them. Otherwise it applies only to the linear layers of the
+    blocks, and each row of the embedding and each output of the head has one scale.
     """
 
     bits: Literal[8, 4] = 8

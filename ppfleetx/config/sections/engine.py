@@ -205,7 +205,8 @@ class SpikeConfig(Section):
 
 
 class _NamedPart(Section):
-    """A registered part with its options. In YAML, a name alone is a part without options."""
+    """Base class of sections with the name and the options of a registered part, such as a logger. In YAML,
+    the name alone may stand for the section."""
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 

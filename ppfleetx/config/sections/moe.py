@@ -138,7 +138,8 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """Return a copy for comparing networks. Sections that describe the same network give equal copies."""
+        """Return a copy of this section for comparing networks. Sections that describe the same network give
+        equal copies."""
         default = type(self).model_fields
         return self.model_copy(
             update={

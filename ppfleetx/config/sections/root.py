@@ -85,7 +85,8 @@ class RunConfig(Section):
         return ConfigError(rule, key=key, value=self.value_of(key), place=self._origins.get(key))
 
     def changed(self, section: str, **values: Any) -> RunConfig:
-        """A copy with other values in one section. The values are not validated."""
+        """Return a copy of the configuration with other values in ``section``. The values are not
+        validated."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:

@@ -1,5 +1,5 @@
-"""The rule that translates mixture-of-experts arguments of Megatron-LM and of Megatron-DeepSpeed, which has
-arguments and defaults of its own.
+"""The rule that translates the mixture-of-experts arguments of Megatron-LM and of Megatron-DeepSpeed, whose
+names and defaults differ.
 """
 
 from __future__ import annotations

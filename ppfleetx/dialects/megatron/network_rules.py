@@ -262,12 +262,11 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 
 
 def _evaluation_share(split: str) -> float:
-    """Return the second number of Megatron's ``split``, which is the share of the evaluation data. Returns 1
-    if ``split`` is not a list of numbers."""
+    """Return the second number of Megatron's ``split``, which is the share of the evaluation data."""
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
-        return 1.0  # The loader refuses the split later, and names the same place.
+        return 1.0  # not a list of numbers: the loader refuses it later, and names the same place
     return (*numbers, 0.0, 0.0)[1]
 
 
@@ -291,8 +290,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def highest_id(file: Path, one: Given) -> int:
-    """Return the highest token id in a ``vocab.json`` or ``tokenizer.json``. Error messages mention the
-    option ``one``, whose value is the file."""
+    """Return the highest token id in a ``vocab.json`` or ``tokenizer.json``. ``one`` is the user's option
+    that names the file, for error messages."""
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:

@@ -290,7 +290,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """The numbers (from 0) of the layers that are among the first ``counts[i]`` of pipeline chunk i."""
+    """Return the indices, counted from 0, of the first ``counts[i]`` layers of each pipeline chunk i."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))

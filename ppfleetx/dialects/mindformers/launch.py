@@ -189,7 +189,7 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Parse a range of devices, ``[a,b]`` or ``[a,b)``. Both mean a to b - 1. Returns (a, b)."""
+    """Parse a range of devices, ``[a,b]`` or ``[a,b)``, to (a, b). Both forms exclude device b."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)

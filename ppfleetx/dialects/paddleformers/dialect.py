@@ -140,9 +140,8 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Refuse a run without ``max_steps``, and translate which steps to profile. The key table translates the
-    batch sizes.
-    """
+    """Require ``max_steps``, and translate which steps to profile. The key table translates the batch
+    sizes."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
