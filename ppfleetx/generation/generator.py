@@ -215,10 +215,10 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens for a prompt. This is ``cfg.max_dec_len``. If the model has too
-        few positions for its default value, the result is the number of free positions, with a warning. Raises
-        ConfigError if a value set by the user does not fit, or if there is no room for ``cfg.min_dec_len`` tokens
-        or for any. ``number`` is the prompt's index, for messages."""
+        """Return the maximum number of new tokens for a prompt. This is ``cfg.max_dec_len``. If the model has
+        too few positions for its default value, the result is the number of free positions, with a warning.
+        Raises ConfigError if a value set by the user does not fit, or if there is no room for
+        ``cfg.min_dec_len`` tokens or for any. ``number`` is the prompt's index, for messages."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len

@@ -25,9 +25,9 @@ def race_size(vocab_size: int) -> int:
 
 
 class RandomStream:
-    """The random numbers for sampling one sequence. They depend on the seed, the prompt's index, the number of
-    the continuation, the step and the vocabulary size, but not on the device, on other sequences of the batch,
-    or on NumPy's version."""
+    """The random numbers for sampling one sequence. They depend on the seed, the prompt's index, the number
+    of the continuation, the step and the vocabulary size, but not on the device, on other sequences of the
+    batch, or on NumPy's version."""
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
         self._key, self._size = _key(seed, prompt, copy), race_size(vocab_size)

@@ -105,8 +105,8 @@ class EvaluationSet(Protocol):
 
 class SlidingWindows:
     """Overlapping windows over a text, for its perplexity. Windows have at most ``max_seq_len`` labels and
-    begin ``stride`` tokens apart, at most ``max_seq_len``. Each token except the first is scored exactly once,
-    in the first window that has it as a label. ``num_words`` is the number of words in the file, and
+    begin ``stride`` tokens apart, at most ``max_seq_len``. Each token except the first is scored exactly
+    once, in the first window that has it as a label. ``num_words`` is the number of words in the file, and
     ``detokenizer`` names the rules by which it was detokenized."""
 
     def __init__(
