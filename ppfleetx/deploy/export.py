@@ -36,7 +36,8 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
     """Export the model of ``generator`` to ``Engine.save_load.output_dir``/rank_0, and return this directory.
-    Raises UserError if it cannot be written, or if the checkpoint or the tokenizer does not fit the model."""
+    An earlier export there is replaced. Raises UserError if it cannot be written, or if the checkpoint or the
+    tokenizer does not fit the model."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))

@@ -150,7 +150,7 @@ class Program:
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the program and return the new tokens, int64 ``[b, t]`` for b sequences. ``inputs`` has an
-        array for each of :data:`ppfleetx.deploy.static.program.INPUTS`."""
+        array for each input of the program, by name (:data:`ppfleetx.deploy.static.program.INPUTS`)."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         with waiting_for_each_operator(self._device):

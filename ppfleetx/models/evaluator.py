@@ -41,7 +41,8 @@ class Measured:
     """The result of an evaluation, the same on all ranks.
 
     Attributes:
-        loss: mean loss over the tokens, or the examples of a classifier, that the loss mask keeps.
+        loss: mean loss over the tokens, or the examples of a classifier, that the loss mask keeps; NaN for
+            examples without labels.
         count: number of these tokens or examples.
         ppl: perplexity of a language model; None for a classifier.
         metrics: mean of each of the task's metrics, by name.

@@ -70,8 +70,8 @@ class BasicModule(ABC):
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """Create the evaluator for one evaluation. Without ``has_labels``, it computes outputs, but no
-        loss."""
+        """Create the evaluator for one evaluation. ``has_labels`` is whether the examples of a classifier
+        have labels; without them, its evaluator computes outputs, but no loss."""
         return TokenLoss()
 
 

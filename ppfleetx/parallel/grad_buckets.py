@@ -25,8 +25,8 @@ _NEARLY_FULL = 0.75
 
 class SendOrder:
     """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the bucket's
-    index. With ``each_pass``, all buckets are sent in every backward pass, otherwise only in the last one of
-    a step."""
+    index. With ``each_pass``, each bucket is sent for every backward pass of a step, otherwise once per step.
+    No parameter may be in two buckets."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class Bucket(NamedTuple):
 
 
 class BucketSums:
-    """Reduces the gradients of each bucket once per step, as soon as they are complete."""
+    """Reduces the gradients of each bucket once per step, in the order of ``buckets``. No parameter may be in
+    two buckets."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
@@ -149,7 +150,7 @@ def cut(
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
     """Split parameters into buckets of up to ``nbytes``. A parameter of ``nbytes`` or more gets a bucket of
     its own. All parameters of a bucket have the same dtype and the same ``key(parameter)``. Returns (key,
-    parameters) for each bucket."""
+    parameters) for each bucket, sorted by the place of the bucket's last parameter in ``parameters``."""
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:

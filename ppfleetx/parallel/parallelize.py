@@ -43,7 +43,8 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     has no optimizer, and the caller must load the weights before running the model.
 
     Raises:
-        ConfigError: ``Model.loss_chunks`` is above 1, but the task's loss needs whole logits.
+        ConfigError: for example if, in training, ``Model.loss_chunks`` is above 1, but the task's loss needs
+            whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
         raise ConfigError(
@@ -213,7 +214,8 @@ def initialize_parameters(
     """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
     Args:
-        seed: seed of the initial values; None if a checkpoint will be loaded.
+        seed: seed of the initial values; None fills with constants or zeros, because a checkpoint will be
+            loaded.
         with_masters: parameters that need float32 master weights.
         sharding: decides which values this rank keeps; None keeps all.
         masters_on_host: whether the returned values are in host memory.

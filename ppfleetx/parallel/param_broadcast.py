@@ -24,7 +24,8 @@ class NewValues:
     Args:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
         layers: layers whose forward pass waits for their new values; None: :meth:`updated` waits for all.
-        packed_bytes: maximum total size of the small parameters that share a message.
+        packed_bytes: maximum total size of all small parameters that are packed into common messages. Only
+            used if ``layers`` is given.
     """
 
     def __init__(

@@ -170,8 +170,9 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """Convert the parameters to 16 bits in place (O2). Returns the parameters that need float32 master
-        weights; none if ``train`` is False. Call this before the parameters have memory or hooks."""
+        """Convert the parameters to 16 bits in place (O2), except those that must stay float32 or are
+        quantized. Returns the parameters that need float32 master weights; none if ``train`` is False. Call
+        this before the parameters have memory or hooks."""
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
             return with_masters

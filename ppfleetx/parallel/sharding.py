@@ -1,8 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
 Each parameter as a whole has one owner, a rank. From stage 1 on, only the owner keeps its optimizer states
-and updates it. From stage 2 on, only the owner keeps its gradient between backward passes. In stage 3, only
-the owner keeps its values between uses (``zero3.py``).
+and updates it. From stage 2 on, most gradients are kept only by the owner between backward passes. In stage
+3, only the owner keeps its values between uses (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that send the gradients of each layer at the end of its backward pass.
-        ``when_complete(function)`` must call ``function`` when the weights of the current layer have their
-        gradients."""
+        """Register hooks that send the gradients of each layer at the end of its backward pass. Does nothing
+        in stage 1. ``when_complete(function)`` must call ``function`` when the weights of the current layer
+        have their gradients."""
         if self._order is None:
             return
         followed: set[int] = set()

@@ -43,7 +43,8 @@ class StepOutput:
         loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether the update was skipped, because gradients overflowed or ``StepRunner.judge`` rejected
             it.
-        metrics: metrics by name, without those whose count is 0.
+        metrics: metrics by name, without those whose count is 0. If the step was repeated, they are from its
+            first run.
     """
 
     loss: float
@@ -97,8 +98,7 @@ class StepRunner(ABC):
         optimizer: None for a runner that only evaluates.
 
     Attributes:
-        checks: the value of ``Engine.checks``. Unless ``off``, a non-finite loss or gradient norm is an
-            error.
+        checks: the value of ``Engine.checks``. ``off`` turns NonFiniteError off if there is no loss scaling.
         before_update: called in each step before parameters and optimizer states change.
         judge: an optional function that can reject the update of a step (:data:`Judge`).
     """
@@ -145,9 +145,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return the numbers by which loss and metrics of this rank's micro batches are divided. The first is
-        the number of tokens or examples in the loss. If metrics are declared, the numbers of tokens and of
-        sequences follow."""
+        """Return counts of this rank's micro batches. Their sums over the data-parallel ranks are the
+        divisors of loss and metrics. The first is the number of tokens or examples in the loss. If metrics
+        are declared, the numbers of tokens and of sequences follow."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -169,7 +169,8 @@ class StepRunner(ABC):
 
         Raises:
             NonFiniteError: on every rank, before the update, if the loss or the gradient norm is not finite.
-                Not raised if ``checks`` are off, or while the loss scale can shrink.
+                With loss scaling, only if the loss scale cannot shrink. Without it, not if ``checks`` are off
+                or ``judge`` is set.
         """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
@@ -309,16 +310,16 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the head defers the logits, so that the loss can compute them in
-        chunks (``Model.loss_chunks``)."""
+        """Return a context manager in which the head may defer the logits, so that the loss can compute them
+        in chunks (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
         """Return whether to apply the update; False if float16 gradients overflowed. Raises NonFiniteError if
-        the loss scale cannot shrink any more or, without loss scaling, if the loss or the gradient norm is
-        not finite."""
+        they overflowed and the loss scale cannot shrink. Without loss scaling, raises it if the loss or the
+        gradient norm is not finite, unless ``checks`` are off or ``judge`` is set."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:

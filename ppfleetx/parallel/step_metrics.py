@@ -108,8 +108,8 @@ class ActivationScales:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """After the update of a step, move the input scale of each fake-quantized linear towards the largest
-        magnitude in the global batch."""
+        """After the update of a step, move the input scale of each fake-quantized linear, unless it is
+        frozen, towards the largest magnitude in the global batch."""
         if not self._moving:
             return
         largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])
@@ -119,8 +119,9 @@ class ActivationScales:
 
 
 class ExpertLoads:
-    """Sums the loads of experts (numbers of positions) over the job, balances the routers, and warns about
-    unused experts. Ranks along the axes ``same_on`` hold the same hidden states, and count only once."""
+    """Sums the loads of experts (numbers of positions that count in the loss) over the job, balances the
+    routers, and warns about unused experts. Ranks along the axes ``same_on`` hold the same hidden states, and
+    count only once."""
 
     def __init__(
         self,

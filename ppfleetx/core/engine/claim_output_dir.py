@@ -51,8 +51,10 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Claim the output directory for this run. The result tells which of the checkpoints there the run may
-    delete or replace. All ranks must call it. Raises ConfigError if files of another run are in the way."""
+    """Claim the output directory for this run, and write the configuration and the tokenizer into it. With
+    ``Engine.save_load.overwrite``, delete files of the earlier run. The result tells which of the checkpoints
+    there the run may delete or replace. All ranks must call it. Raises ConfigError, on all ranks, if files of
+    another run are in the way."""
     # The last check before training, because it may delete files.
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -91,8 +93,9 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory on rank 0. ``comes_to(epoch, step)`` returns whether this run may save a
-    checkpoint of that epoch and step."""
+    """Claim the output directory on rank 0, and return which checkpoints the run may delete or replace.
+    Raises ConfigError if the directory cannot be written or another run's checkpoint is in the way.
+    ``comes_to(epoch, step)`` returns whether this run may save a checkpoint of that epoch and step."""
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)

@@ -52,8 +52,8 @@ def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
     """Context manager that replaces errors of the device by OutOfMemoryError or DeviceError with a clear
-    message. If memory ran out, the message gives ``advice`` or, if that is None, the settings that would save
-    the most memory."""
+    message. If memory ran out, the message gives ``advice`` or, if that is None, settings that need less
+    memory."""
     try:
         yield
     except Exception as error:

@@ -59,7 +59,9 @@ class Engine:
         samples_per_epoch: number of samples in one pass over the training split.
         length: number of steps to train, and the intervals of evaluations and checkpoints.
         new_evaluator: creates the evaluator for one evaluation set.
-        go_back: loads the run's last checkpoint after a loss spike, and returns the batches to continue with.
+        go_back: called after a loss spike with the engine and the number of samples to skip from the start of
+            the training order. Loads the run's last checkpoint, and returns the batches after the skipped
+            samples; None if there is no checkpoint.
         pruning: prunes the model while it trains; None for no pruning.
     """
 
@@ -194,7 +196,7 @@ class Engine:
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate all sets. With ``Engine.save_load.keep_best``, also save and mark a checkpoint if the
-        result of the first set is the best so far."""
+        result of the first set is the best so far, but never at step 0."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -322,7 +324,8 @@ class Engine:
 
     def _respond_to_spike(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
         """Skip the step of a loss spike, go back to a checkpoint, or raise TrainingStoppedError, as
-        configured. Returns the batches to continue with if the run went back, else None."""
+        configured. A spike that vanished when the step was repeated is only reported. Returns the batches to
+        continue with if the run went back, else None."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:

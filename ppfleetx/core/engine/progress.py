@@ -22,8 +22,8 @@ class TrainState:
         step: number of steps done, including skipped ones.
         consumed_samples: number of training samples used.
         epoch: number of completed passes over the training split.
-        skipped_steps: number of steps without an update, because gradients overflowed or the loss was a
-            spike.
+        skipped_steps: number of steps without an update, because gradients overflowed or the loss or the
+            gradient norm was a spike.
         evaluated_step: step of the last complete evaluation.
         best: best evaluation result so far, by ``Engine.save_load.keep_best``; larger is better.
         best_step: step of that result.
@@ -70,7 +70,7 @@ class TrainingLength:
     Attributes:
         max_steps: step after which training ends.
         eval_every: steps between evaluations; 0: never evaluate.
-        save_every: steps between checkpoints; 0: save only at the end.
+        save_every: steps between checkpoints; 0: no regular checkpoints.
         steps_per_epoch: steps in one pass over the training split, possibly a fraction.
     """
 

@@ -65,9 +65,9 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange stop signals, errors and token counts between all ranks. Returns whether to stop before
-        this step. Raises UserError on all ranks if a rank has an ``error`` or the batches are
-        inconsistent."""
+        """Exchange stop signals, errors and token counts between all ranks. ``step`` is the number of steps
+        done. Returns whether to stop before the next one. Raises UserError on all ranks if a rank has an
+        ``error`` or the batches are inconsistent."""
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits
         numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]

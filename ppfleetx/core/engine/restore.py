@@ -123,10 +123,12 @@ class Start:
         get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
 
     def _load_base(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load the frozen base weights of adapters from ``Model.lora.base``, if it is set.
+        """Load the frozen base weights of adapters from ``Model.lora.base``, if it is set. If it is not, a
+        checkpoint with adapters only is refused.
 
         Raises:
-            CheckpointError: the base weights do not fit, or the adapters were trained on other weights.
+            CheckpointError: the base weights are missing or do not fit, or the adapters were trained on other
+                weights.
         """
         place = None if model.lora is None else model.lora.base
         frozen = [name for name in runner.model_names() if not is_adapter_or_head(name)]
@@ -212,7 +214,8 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
     """Find and open the checkpoint from which a run starts: the newest in ``output_dir`` (with ``resume``),
-    ``ckpt_dir`` or ``init_from``, in this order. All ranks must call it.
+    ``ckpt_dir`` or ``init_from``, in this order. If ``output_dir`` is None, only ``ckpt_dir`` counts. All
+    ranks must call it.
 
     Raises:
         CheckpointError: on all ranks, if the requested checkpoint is missing, incomplete or damaged.
@@ -250,7 +253,8 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
     """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, damaged ones are skipped, and
-    None is returned if none is left."""
+    None is returned if none is left. Otherwise, CheckpointError is raised if the newest one is damaged or
+    there is none. But if there is none and ``ckpt_dir`` is set, None is returned."""
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
@@ -280,9 +284,10 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns
-    ``cfg`` with the exact paths of both, and the :class:`Start`. Raises CheckpointError on all ranks if one
-    of them cannot be opened."""
+    """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns a
+    copy of ``cfg`` and the :class:`Start`. In the copy, ``Model.lora.base`` and the ``ckpt_dir`` or
+    ``init_from`` in use are exact paths of checkpoints. Raises CheckpointError on all ranks if one of them
+    cannot be opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

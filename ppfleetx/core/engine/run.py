@@ -24,8 +24,8 @@ SOURCE = "source/"
 
 class Run(Protocol):
     """The part of the engine that callbacks and checkpoint saving may read, but not change. ``state`` is the
-    run's progress, and already counts the current step or evaluation. ``schedule`` is None if the engine only
-    evaluates."""
+    run's progress, and already counts the current step or evaluation, except in :meth:`Callback.on_spike`.
+    ``schedule`` is None if the engine only evaluates."""
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -106,7 +106,8 @@ class EvalRecord:
     """The result of evaluating one evaluation set after ``step`` training steps.
 
     Attributes:
-        loss: mean over the tokens that count in the loss, or over the examples of a classifier.
+        loss: mean over the tokens that count in the loss, or over the examples of a classifier; NaN if these
+            have no labels.
         ppl: perplexity; None for a classifier.
         num_valid_tokens: number of these tokens or examples.
         metrics: the task's metrics by name.

@@ -133,7 +133,8 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 def base_of(cfg: RunConfig) -> Path | None:
     """Return the checkpoint ``Model.lora.base``, which has the frozen base weights of adapters; None if it is
-    not set. Raises CheckpointError if there is no checkpoint."""
+    not set. If this is the output directory and the run resumes, another run's newest checkpoint there is
+    preferred, because the run's own ones have adapters. Raises CheckpointError if there is no checkpoint."""
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None

@@ -74,8 +74,8 @@ class Saver:
             )
 
     def mark_best(self, run: Run) -> None:
-        """Write the name of the current step's checkpoint to the file ``best`` in the output directory. Does
-        nothing if saving that checkpoint failed."""
+        """Write the name of the current step's checkpoint to the file ``best`` in the output directory, and
+        delete old checkpoints beyond ``keep_max``. Does nothing if saving that checkpoint failed."""
         self.complete()
         if self._failure is not None:
             return
@@ -96,7 +96,8 @@ class Saver:
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
         """Context manager around a training run, which waits for the last save on exit. Raises
-        CheckpointError if that save failed."""
+        CheckpointError if that save failed. After an exception other than a UserError, an unfinished save is
+        abandoned."""
         try:
             yield
         except UserError:  # the same error on all ranks, so collectives still work

@@ -30,8 +30,8 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
 
 
 def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids among all ranks. If the job hangs, each watchdog can then check which processes of
-    other ranks on its machine are alive."""
+    """Exchange process ids among all ranks, which must all call it. If the job hangs, each watchdog can then
+    check which processes of other ranks on its machine are alive."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 
@@ -39,8 +39,8 @@ def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
     """Context manager in which a watchdog observes this process, and writes hang reports to ``directory``
-    inside the output directory. If :func:`watch_start` has already started a watchdog, no other one is
-    started."""
+    inside the output directory. No watchdog runs if ``Engine.hang_timeout`` is 0. If :func:`watch_start`
+    has already started a watchdog, no other one is started."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     exchange_process_ids(cfg, ctx)

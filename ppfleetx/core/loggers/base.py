@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """The state of a run when it starts or resumes, for log writers.
+    """The state of a run when it starts, resumes, or goes back to a checkpoint, for log writers.
 
     Attributes:
         step: number of steps done so far. The writer must drop its records after this step.
@@ -33,7 +33,8 @@ class LogWriter:
         self.output_dir = output_dir
 
     def start(self, start: LogStart) -> None:
-        """Open the file or connection. Called before the first step and after any :meth:`load_state`."""
+        """Open the file or connection. Called before the first step, after any :meth:`load_state`, and again
+        after :meth:`finish` if the run goes back to a checkpoint."""
         raise NotImplementedError
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -42,7 +43,8 @@ class LogWriter:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Close the file or connection. Called once at the end of the run, even if the run fails."""
+        """Close the file or connection. Called at the end of the run, even if the run fails, and when the run
+        goes back to a checkpoint."""
 
     def state(self) -> Mapping[str, Any]:
         """Return what the writer needs to continue after a resume, as JSON values. An example is the id of

@@ -17,7 +17,7 @@ CSV_FILE = "metrics.csv"
 
 class CsvFile(LogWriter):
     """Writes ``metrics.csv``, with a row for each logged step or evaluation and a column for each number. A
-    resumed run drops the rows after the step of its checkpoint."""
+    resumed run drops the rows after the step of its checkpoint. A new run renames an existing file."""
 
     def __init__(self, output_dir: Path) -> None:
         super().__init__(output_dir)

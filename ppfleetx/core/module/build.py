@@ -19,7 +19,8 @@ from ppfleetx.nn.stage import LayerFactory
 
 class SourceLosses(WrappedTask):
     """Wraps a task to also report the loss of each corpus in a blend as a metric. ``source_ids [b]`` of a
-    batch is the index of each sequence's corpus in ``names``."""
+    batch is the index of each sequence's corpus in ``names``. A batch without ``source_ids`` gets no such
+    metrics."""
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
         super().__init__(task)

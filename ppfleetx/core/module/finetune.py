@@ -33,7 +33,7 @@ from ppfleetx.utils.log import get_logger
 
 class GPTFinetuneModule(BasicModule):
     """Classifies a sequence, or predicts a number for it, from the hidden state of its last token. The loss
-    is the cross entropy or the squared error."""
+    is the cross entropy or the squared error, over the examples with ``loss_mask`` 1."""
 
     def __init__(self, cfg: RunConfig) -> None:
         super().__init__(cfg)

@@ -54,7 +54,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Raise ApiError 401 unless the request's bearer token is the API key, compared in constant time."""
+    """Raise ApiError 401 unless the request's bearer token is the API key, compared in constant time. Does
+    nothing if ``api_key`` is None."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -364,5 +365,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """Respond with status 500 to an unexpected exception, and log the traceback."""
+    """Respond with status 500 to an unexpected exception. The web server logs the traceback."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

@@ -117,8 +117,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters that the completion and chat routes have in common. Those of OpenAI's API have OpenAI's
-    limits."""
+    """The parameters that the completion and chat routes have in common. Temperature and penalties have
+    OpenAI's limits."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)

@@ -160,7 +160,8 @@ def build_service(
 
 
 def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
-    """Read the LoRA adapters that ``Serve.adapters`` names, before the base model is loaded."""
+    """Read the LoRA adapters that ``Serve.adapters`` names, before the base model is loaded. Raises
+    CheckpointError if one of them cannot be read."""
     from ppfleetx.checkpoint import adapters
 
     found = {}
@@ -237,8 +238,9 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """The uvicorn server, which also shuts down the scheduler. The first signal lets running requests
-        finish, the second stops them, and the third ends the process at once."""
+        """The uvicorn server, which also shuts down the scheduler. The first signal lets accepted requests
+        finish within ``Serve.shutdown_timeout``, the second stops them, and the third ends the process at
+        once."""
 
         num_signals = 0
 

@@ -112,7 +112,8 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Select the form of the weights for all products that are added to the program after this call.
+    """Select the form of the weights for all products with ``matrices`` that are added to the program after
+    this call.
 
     Args:
         panels: copies of the matrices in groups of columns, from :meth:`Matrix.make_panels`. If empty, the

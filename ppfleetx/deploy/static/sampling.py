@@ -15,7 +15,8 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Find where the last 1 to 3 tokens of ``history`` occurred before: the longest match, and among equally
-    long ones the latest. Returns the index of its last token, and its length (0: no match)."""
+    long ones the latest. Returns the index of its last token, and its length (0: no match). ``history`` must
+    have at least 2 tokens."""
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])

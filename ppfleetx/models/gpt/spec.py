@@ -77,10 +77,10 @@ class BlockSpec:
 
     Attributes:
         layer: the class of the block.
-        input_norm: norm of attention's input; None: neither attention nor MLP normalizes its input.
+        input_norm: norm of attention's input; None: no norm.
         attention: declaration of attention.
         attention_post_norm: norm of attention's output, before the residual addition (Ding et al., 2021).
-        mlp_norm: norm of the MLP's input; None: the MLP reads the same normalized input as attention.
+        mlp_norm: norm of the MLP's input; None: ``input_norm`` also normalizes the MLP's input.
         mlp: declaration of the MLP or mixture of experts.
         mlp_post_norm: norm of the MLP's output, before the residual addition.
         parallel_residual: whether attention and MLP read the same hidden states (Black et al., 2022).
@@ -180,7 +180,8 @@ class HeadSpec:
 
     Attributes:
         num_outputs: vocabulary size or number of classes. Further columns of the matrix are padding.
-        linear: the head's own matrix; None if the head is tied.
+        linear: the head's own matrix; None if the head is tied. ``cut="whole"`` in it makes a classification
+            head.
         words: the word embedding that a tied head uses; None if the head is not tied.
         loss_chunks: number of chunks of positions in which logits and loss are computed.
         softcap: soft cap of the logits; None: no cap.

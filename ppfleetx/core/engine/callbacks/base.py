@@ -40,8 +40,8 @@ class Callback:
     default a callback is created on rank 0 only (see ``CallbackTraits.ranks``). Unless it runs on all ranks,
     it must not communicate with other ranks.
 
-    If a method raises a ``UserError``, all ranks end the run before the next step, with that message and exit
-    code 2. Any other exception ends the job with a traceback.
+    If a method raises a ``UserError`` during training, all ranks end the run before the next step, with that
+    message and exit code 2. Any other exception ends the job with a traceback.
     """
 
     def on_fit_start(self, run: Run) -> None:
@@ -50,14 +50,16 @@ class Callback:
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         """Called after each optimizer step, including skipped ones (``record.skipped``), and before the
-        evaluation and the checkpoint of that step."""
+        evaluation and the checkpoint of that step. Not called if a loss spike in the step stopped the run or
+        sent it back to a checkpoint."""
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         """Called for each evaluation set, after all sets have been evaluated."""
 
     def on_spike(self, run: Run, spike: Spike) -> None:
-        """Called after a step whose loss or gradient norm is a spike. If the run went back to a checkpoint,
-        ``run.state`` and the callback's own state have already been restored."""
+        """Called after a step whose loss or gradient norm is a spike, and before :meth:`on_step_end`. If the
+        run went back to a checkpoint, ``run.state`` and the callback's own state have already been
+        restored."""
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         """Called if slow ranks cost the job more than 5 % of the step time, at most every

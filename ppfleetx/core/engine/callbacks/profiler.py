@@ -27,7 +27,7 @@ _VIEWS = {
 
 class ProfilerCallback(Callback):
     """Profiles the steps ``scheduler[0]`` to ``scheduler[1] - 1`` of this process, counted from 0. Writes a
-    Chrome trace to ``profiler_log/`` in the output directory."""
+    Chrome trace to the directory ``Profiler.profiler_log`` in the output directory, and prints tables."""
 
     def __init__(self, cfg: ProfilerConfig, output_dir: Path) -> None:
         self._cfg = cfg

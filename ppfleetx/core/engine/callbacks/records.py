@@ -184,7 +184,7 @@ class MetricsFile(Recorder):
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
     """Remove the records of steps after ``step`` from a metrics file. Also remove the records of loss spikes
-    whose samples are not among the first ``consumed`` samples of the run."""
+    whose samples are not among the first ``consumed`` samples of the run, and incomplete lines."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
