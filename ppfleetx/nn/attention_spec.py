@@ -83,7 +83,7 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of query and key position: total width of queries plus that of values."""
+        """Multiply-adds per pair of query and key position, over all query heads, for scores and context."""
         return 2 * self.q_width
 
     @property

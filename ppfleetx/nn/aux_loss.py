@@ -7,8 +7,8 @@ pipeline stage may call it. All losses with the same name add this term to the l
 
     weight x (sum of the values over the step) / divisor
 
-The metric ``name`` is the mean of the values over layers and valid tokens, without the weight. The logged
-``loss`` is only the loss of the task.
+The metric ``name`` is the mean of the values, without the weight, over layers and over the valid tokens (or
+sequences, or micro batches) of the step. The logged ``loss`` is only the loss of the task.
 
 Shape letters: s positions of the hidden states on this rank, b rows of the micro batch.
 """

@@ -148,7 +148,8 @@ def elementwise(name: str, part: Part, forward: float, backward: float, kernels:
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Return the operation of dropout and residual addition, including a byte of mask per element."""
+    """Return the operation of dropout and residual addition. If ``dropout`` is above 0, it includes a mask of
+    one byte per element."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)
@@ -156,7 +157,7 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
     """Return dropout of ``size`` bytes as one operation for the memory simulation (:mod:`ppfleetx.nn.tape`).
-    It keeps a mask of one byte per element."""
+    If ``probability`` is above 0, the operation keeps a mask of one byte per element."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

@@ -76,7 +76,8 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
-    """Return the expert exchange of this plan. Its process groups exist only in a model with experts."""
+    """Return the expert exchange of this plan. The groups ``ep`` and ``emp`` exist only in a model with
+    experts."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     return ExpertExchange(
         ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")

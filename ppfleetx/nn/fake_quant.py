@@ -121,7 +121,8 @@ class FakeQuantizer(nn.Layer):
         keeps: whether weights do not change after their first use.
 
     Attributes:
-        input_scale: ``[1]``, moving average of the input's largest magnitude; None if not configured.
+        input_scale: ``[1]``, moving average of the input's largest magnitude; None if not configured. While
+            it is 0, no input has been seen, and inputs are not rounded.
         weight_clip, input_clip: ``[1]``, learned clipping factors; None if not configured.
     """
 

@@ -1,7 +1,7 @@
 """The table of fused operators (one kernel in place of several), and the choice of those to use.
 
-A fused operator is used if it exists for the device and element type, and if its results in a small trial
-match its composite: the plain operators that it replaces. Exported programs contain only composites.
+A fused operator is used only if it exists for the device and element type, and if its results in a small
+trial match its composite: the plain operators that it replaces. Exported programs contain only composites.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class FusedOperator:
         trial: ``module:function`` that runs the fused operator and its composite on small tensors.
         types: element types that the operator is used with.
         of_plugin: name of the equivalent operator of a device plugin, used instead on the plugin's device.
-        exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower.
+        exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower. On a CPU, the
+            setting ``auto`` uses only such operators.
     """
 
     does: str

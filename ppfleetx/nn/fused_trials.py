@@ -30,7 +30,8 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Compare fused with plain rotary positions that do not start at 0, for several groups of heads."""
+    """Compare fused with plain rotary positions, for positions that do not all start at 0 and several groups
+    of heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)

@@ -45,7 +45,8 @@ def draw(
     local_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
     """Draw the initial values (float32) of a parameter, or of its slice with ``local_shape`` at ``offset``.
-    Different names give independent values."""
+    Different names give independent values. With :class:`Normal`, the parameter must have one to three
+    dimensions."""
     offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
     local_shape = tuple(local_shape) if local_shape is not None else tuple(global_shape)
     if isinstance(init, Constant):

@@ -49,7 +49,8 @@ def attend(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute causal attention with the kernel chosen by ``options``.
+    """Compute causal attention with the kernel chosen by ``options``. Queries that follow cached keys always
+    use the reference kernel.
 
     Args:
         document_start: ``[batch, queries]``, the first position that each query may attend to; None: no
@@ -104,7 +105,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention by plain operators. The other kernels must agree with its result."""
+    """Compute attention as matrix product, softmax, matrix product. The other kernels must agree with the
+    result."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION

@@ -142,7 +142,7 @@ class NormSpec:
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Declare ``weight`` and, if the norm has one, ``bias``. Gradients are partial sums if
-        tensor-parallel ranks normalize different positions or heads."""
+        tensor-parallel ranks have the same gain but normalize different positions or heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}

@@ -52,7 +52,7 @@ def token_loss(
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
     """Return the cross entropy ``[...]`` of each token, from ``logits [..., columns]`` float32 and
-    ``labels [...]`` int64. Without gradients, the result is float64."""
+    ``labels [...]`` int64. Without gradients, the result is float64, and NaN if a logit is not finite."""
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)

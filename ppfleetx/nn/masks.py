@@ -101,7 +101,7 @@ def cached_mask(
 
 def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
     """Convert ``document_start [b, s]`` to flashmask's ``startend_row_indices [b, 1, s, 1]`` for causal
-    attention."""
+    attention. The starts must not decrease along a row."""
     num_keys = document_start.shape[1]
     keys = paddle.arange(num_keys, dtype=document_start.dtype).expand([document_start.shape[0], num_keys])
     # Key k is hidden from the first query whose document starts after k, and from all later queries. Starts

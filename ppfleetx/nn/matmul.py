@@ -58,7 +58,8 @@ class Exchange:
         return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start to sum the input's gradient over the ranks. The returned function waits for it."""
+        """Start to sum the input's gradient over the ranks. The returned function waits for the sum and
+        returns it, in the shape of this rank's input. The sum may overwrite ``gradient``."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
@@ -110,7 +111,8 @@ class Matmul:
         defers: whether the gradients of weights are deferred until :meth:`run_next` is called.
 
     Attributes:
-        uses: how often each option took effect, and the number of copies made (``casts``).
+        uses: how often each option took effect (``weight_cast``, ``linear_grad_add``, ``overlapped``,
+            ``deferred``), and the number of copies made (``casts``).
     """
 
     def __init__(
@@ -288,8 +290,8 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Call the function ``call`` when all weights of this backward pass have their gradients: after
-        :meth:`run_next` if gradients are deferred, else immediately."""
+        """Call the function ``call`` when all weights that the current backward pass has reached have their
+        gradients: inside :meth:`run_next` if gradients are deferred, else immediately."""
         if self.defers:
             self._open.append(call)
         else:

@@ -220,7 +220,7 @@ class MoESpec:
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
 
     def sent_bytes(self, work: Work) -> float:
-        """Return the bytes of the rows that one rank sends to experts, including its own."""
+        """Return the bytes of the rows that one rank sends to experts, including rows for its own experts."""
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:

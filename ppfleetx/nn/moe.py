@@ -30,8 +30,9 @@ class Router(nn.Layer):
     """Chooses the experts of each position, and counts how often each expert is chosen.
 
     Attributes:
-        seen: ``[2, experts]``, how often each expert was chosen since the last reset; None: no choices yet.
-            Row 0 counts the actual choices, row 1 the choices that the balancing loss uses.
+        seen: ``[2, experts]``, how often positions that count in the loss chose each expert in training,
+            since the last reset; None: no choices yet. Row 0 counts the actual choices, row 1 the choices
+            that the balancing loss uses.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -134,7 +135,7 @@ class Router(nn.Layer):
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
         """After a step, update the router's bias, and store the experts' shares of the choices for the next
-        balancing loss.
+        balancing loss. A frozen router does not change.
 
         Args:
             loads: ``[experts]``, the load of each expert in the global batch.
@@ -235,8 +236,8 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Copy the row ``[h]`` of each position once for each of its experts. Return the copies, sorted by
-        expert."""
+        """Copy the row ``[h]`` of each position once for each of its kept choices. Return the copies, sorted
+        by expert."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
@@ -245,8 +246,8 @@ class Order:
         """Return the weighted sum of the outputs of each position's experts, ``[positions, h]``.
 
         Args:
-            outputs: one row per choice, sorted by expert.
-            weights: ``[positions, top_k]``.
+            outputs: one row per kept choice, sorted by expert.
+            weights: ``[positions, top_k]``. Weights of dropped choices are ignored.
         """
         if self._kept is not None:
             weights = weights * self._kept
@@ -256,15 +257,16 @@ class Order:
         return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return one copy of a position's row for each of its experts, sorted by expert."""
+        """Return one copy of a position's row for each of its kept choices, sorted by expert."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
         """Sum the outputs of each position's experts to ``[positions, h]``.
 
         Args:
-            outputs: one row per choice, sorted by expert.
-            weights: ``[positions, top_k]``, factors of the outputs; None: the sum is not weighted.
+            outputs: one row per kept choice, sorted by expert.
+            weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
+                None: the sum is not weighted, and no choice may have been dropped.
         """
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])

@@ -182,7 +182,7 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
     """Return the groups over which a parameter's gradient is summed, in order. Each group is given by its
-    axes. The reduction to the parameter's owner under sharding is not included."""
+    axes. Under sharding, the reduction to the parameter's owner comes first and is not included."""
     # The order affects the last bits. Replicas are summed in one group: two successive sums would add the
     # numbers in different orders on different ranks. Tied copies (pp) come last, because a sum of two numbers
     # does not depend on the order.
@@ -247,8 +247,8 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the axes of each process group that training needs, in the order in which all ranks must create
-    the groups."""
+    """Return the axes of each process group that parameters with these declarations need, in the order in
+    which all ranks must create the groups."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}

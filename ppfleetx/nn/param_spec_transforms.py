@@ -43,7 +43,8 @@ def transformed(
 
 
 def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
-    """Add low-rank adapters to the linears selected by ``cfg``; freeze all but a classification head."""
+    """Add low-rank adapters to the linears selected by ``cfg``. Freeze all other parameters except those of a
+    classification head."""
     result: Specs = {}
     for name, spec in specs.items():
         result[name] = replace(spec, trains=spec.trains and name.startswith("score."))

@@ -10,8 +10,8 @@ Parameters of a linear ``[in, out]`` whose input features are divided into group
 - ``scale``, asymmetric: float16 ``[2 * groups, out]``, scale and offset of each group alternating; a weight
   is ``integer * scale + offset``
 
-A word embedding ``[rows, width]`` has ``weight`` int8 ``[rows, width]``. Its ``scale`` is
-``[rows, groups]`` or, if asymmetric, ``[rows, 2 * groups]``.
+A word embedding ``[rows, width]`` has ``weight`` int8 ``[rows, width]``. Its ``scale`` is ``[rows, 1]`` or,
+if asymmetric, ``[rows, 2 * groups]``.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class QuantizedMatrix:
         x: paddle.Tensor,
         bias: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return ``x @ matrix + bias`` after rounding each row of ``x`` to 8 bits.
+        """Return ``x @ matrix + bias`` after rounding ``x`` to 8 bits.
 
         Args:
             multiply: function that multiplies its argument by the result of :meth:`widened`.

@@ -17,7 +17,7 @@ import paddle
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function without keeping activations; the backward pass runs it again with the same random
-    numbers.
+    numbers and context variables.
 
     Args:
         function: a function whose result depends only on ``args``, parameters and random numbers.

@@ -159,8 +159,8 @@ class LayerFactory(Protocol):
         """Select this rank's context-parallel positions (sep) from ``ids [b, s]`` of whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the float32 sum of ``values`` over the ranks that hold different positions of the same
-        sequences. All of these ranks must compute the same loss from the sum."""
+        """Return the sum of ``values`` over the ranks that hold different positions of the same sequences.
+        All of these ranks must compute the same loss from the sum."""
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""
@@ -171,14 +171,16 @@ class LayerFactory(Protocol):
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
-        """Compute the loss with :func:`ppfleetx.nn.loss.token_loss` from the head's output. All ranks that
-        divide the columns of the logits get the same sum."""
+        """Compute the loss with :func:`ppfleetx.nn.loss.token_loss` from the head's output at this rank's
+        positions. ``labels`` and ``loss_mask`` cover whole sequences. All ranks that divide the columns of
+        the logits get the same sum."""
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Score labels with :func:`ppfleetx.nn.token_scores.token_scores` from the head's output. All ranks
-        that divide the columns of the logits get the same result."""
+        """Score labels with :func:`ppfleetx.nn.token_scores.token_scores` from the head's output at this
+        rank's positions. ``labels`` and ``mask`` cover whole sequences. All ranks that divide the columns of
+        the logits get the same result."""
 
 
 def build_stage(
@@ -192,8 +194,8 @@ def build_stage(
 
     Args:
         seed: seed of the initial values; None: they are not set, because a checkpoint will be loaded.
-        shared: tied sub-layers built so far in this process, by key. This call adds the tied sub-layer of
-            this stage.
+        shared: tied sub-layers built so far in this process, by key. The stage uses the sub-layer with its
+            key, or adds its own.
         empty: whether to free the parameters' memory instead of drawing values.
     """
     kwargs = dict(stage.kwargs)

@@ -22,7 +22,8 @@ class Step:
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
         no_values: whether the operation uses no parameters.
-        inner: the steps that the backward pass recomputes; None: it recomputes nothing.
+        inner: the steps that the backward pass recomputes, for which ``reads`` are kept instead of ``keeps``;
+            None: it recomputes nothing.
     """
 
     writes: str

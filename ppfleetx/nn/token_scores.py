@@ -35,6 +35,7 @@ def token_scores(
 
     Returns:
         Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
+            Of equal logits, the first counts as the most likely. Logits that are NaN or +inf give NaN.
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_scores, true_vocab=true_vocab, group=group)

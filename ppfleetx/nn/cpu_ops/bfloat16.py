@@ -45,7 +45,8 @@ def matmul(
 
     Args:
         x: ``[..., m, k]`` float32 or bfloat16; ``[..., k, m]`` with ``transpose_x``.
-        y: ``[..., k, n]`` or ``[k, n]``; with ``transpose_y``, the last two dimensions are swapped.
+        y: ``[..., k, n]`` with the leading dimensions of ``x``, or ``[k, n]``; with ``transpose_y``, the last
+            two dimensions are swapped.
         bias: ``[n]`` float32.
     """
     return _C_ops._run_custom_op("ppfleetx_bfloat16_matmul", x, y, bias, transpose_x, transpose_y)[0]
