@@ -54,7 +54,7 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     - a step directory, or the directory of one rank in it,
     - an output directory, which stands for the checkpoint that its file ``latest`` names, or for the newest,
     - the file ``latest`` or ``best`` of an output directory,
-    - a FleetX checkpoint, or an output directory of FleetX, which stands for its last step.
+    - a checkpoint of PaddleFleetX, or an output directory of PaddleFleetX, which stands for its last step.
 
     Tensor data is checked only with ``verify``. Raises CheckpointError if there is no undamaged checkpoint.
     """

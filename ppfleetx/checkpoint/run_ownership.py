@@ -70,8 +70,8 @@ class RunRecord:
 
     Attributes:
         run: the id of the run that saves in this directory.
-        continues: the name of a checkpoint in this directory that the run was started from but did not save;
-            None if there is none.
+        continues: the name of the checkpoint in this directory from which the run was started, if another run
+            saved it; otherwise None.
     """
 
     run: str

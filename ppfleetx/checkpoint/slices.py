@@ -94,7 +94,7 @@ class TensorSlice:
 
 
 def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") -> TensorSlice:
-    """Make a slice that is a whole tensor, from a NumPy array of any type except bfloat16."""
+    """Return the slice that covers a whole tensor. ``data`` may have any type except bfloat16."""
     data = np.asarray(data)
     shape = tuple(data.shape)
     dtype = DTYPE_OF_NUMPY[data.dtype.newbyteorder("<")]

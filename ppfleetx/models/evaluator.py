@@ -60,7 +60,8 @@ class Evaluator(Protocol):
     """Accumulates the results of one evaluation. Every method is a collective over the job."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`."""
+        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`, and add its loss
+        and metrics."""
 
     def result(self) -> Measured | None:
         """Return the result over all batches; None if the loss mask excluded every token or example."""

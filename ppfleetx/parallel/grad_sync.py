@@ -152,8 +152,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Apply ``chosen``, which is :func:`counts` or :func:`writes` of ``nn/param_spec.py``, to
-        ``parameter`` on this rank."""
+        """Return what ``chosen`` says of ``parameter`` on this rank. ``chosen`` is :func:`counts` or
+        :func:`writes` of ``nn/param_spec.py``."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0

@@ -27,8 +27,9 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """The task of scoring texts for ``Offline_Eval``. ``loss`` is the negative log-probability of the scored
-    tokens or, for the cloze test, the number of sequences that are predicted correctly."""
+    """The task of scoring texts for ``Offline_Eval``. ``loss`` returns the score: the negative
+    log-probability of the scored tokens or, for the cloze test, the number of sequences that are predicted
+    correctly."""
 
     metrics = ("non_finite",)  # the fraction of tokens whose log-probability is not finite
 

@@ -27,8 +27,8 @@ class GroupedMatrix:
         self.weight, self.stored, self.by_cpu_ops = weight, stored, False
 
     def begin(self) -> None:
-        """Add the operations that dequantize these matrices to the program. Call it at the beginning of the
-        program, outside of conditionals and loops."""
+        """Add to the program the operations that dequantize the experts' matrices. Call it at the beginning
+        of the program, outside of conditionals and loops."""
         if self.stored is not None:
             weight, scale, form = self.stored.weight, self.stored.scale, self.stored.form
             experts = range(weight.shape[0])

@@ -166,8 +166,8 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add the operations that prepare the weights of ``blocks`` to the program. Call it after :func:`begin`,
-    outside of conditionals and loops. Does nothing if ``blocks`` is None."""
+    """Add to the program the operations that convert the weights of ``blocks`` for its products. Call it
+    after :func:`begin`, outside of conditionals and loops. Does nothing if ``blocks`` is None."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
