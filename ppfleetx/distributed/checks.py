@@ -3,8 +3,9 @@ compute finite numbers. ``Engine.checks`` selects the checks:
 
 - ``cheap`` compares configurations at the start, batches at every step, and copies of weights at the start
   and before each checkpoint.
-- ``full`` also checks at every step that copies of weights and of optimizer states are equal, that no two
-  data-parallel replicas read the same sample, and that activations and gradients are finite.
+- ``full`` also checks at every step that copies of weights and of optimizer states are equal, and that no two
+  data-parallel replicas read the same sample, unless the data allow that. It searches activations and
+  gradients for numbers that are not finite.
 - ``off`` checks nothing.
 """
 
@@ -57,7 +58,7 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
 
 
 def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
-    """Return a 31-bit digest of the batch that a rank reads for one step."""
+    """Return a 31-bit digest of the sample ids and tokens that a rank reads for one step."""
     checksum = 0
     for batch in micro_batches:
         for name in ("sample_ids", "tokens"):

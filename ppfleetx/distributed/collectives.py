@@ -105,6 +105,7 @@ def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """Move ``tensors`` into one flat tensor, and return it. Afterwards, each of them is a view of its part of
     the flat tensor. A single tensor is returned in its own shape.
 
+    Each part starts at a multiple of :data:`ALIGNMENT` bytes (:func:`aligned_offsets`); zeros fill the gaps.
     The tensors must have the same element type and must not share memory with other tensors. During the move,
     both the old and the new memory are in use.
     """

@@ -25,7 +25,8 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """Raised on a rank because another rank raised a :class:`UserError`. It has the same message."""
+    """Raised because a rank of the job, usually another one, raised a :class:`UserError`. It has the same
+    message; the numbers of the ranks that raised it may stand before the message."""
 
 
 def beat_seconds() -> float:
@@ -60,7 +61,8 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
     """Context manager: a UserError that one rank raises inside is raised on all ranks. The code inside must
-    not communicate. ``name_ranks`` says whether the message names the ranks that failed."""
+    not communicate. If only some ranks fail with the message, it begins with their numbers, unless
+    ``name_ranks`` is False."""
     error: UserError | None = None
     try:
         yield
@@ -83,8 +85,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Return the first error message in ``texts``, which has an entry for each rank. ``name_ranks`` says
-    whether the result names the ranks that have this message."""
+    """Return the first error message in ``texts``, which has an entry for each rank (None: no error). If only
+    some ranks have this message, their numbers are put before it, unless ``name_ranks`` is False."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):
@@ -94,7 +96,8 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return each rank's
-    result. All ranks must call this. A UserError on any rank is raised on every rank."""
+    result. The other ranks wait for as long as the first ranks need. All ranks must call this. A UserError on
+    any rank is raised on every rank."""
     if ctx.world_size == 1:
         return make()
     is_first = local_rank() == 0

@@ -2,7 +2,8 @@
 
 The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number), so
 checkpoints need no states of generators. Activations of which all tensor-parallel ranks hold a copy use the
-*default* stream of random numbers. Activations that are split between these ranks use the *sliced* stream.
+*default* stream of random numbers. Activations that are split between these ranks use the *sliced* stream,
+whose numbers depend on the tensor-parallel rank too.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ def register_sliced_stream(seed: int) -> None:
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Context manager in which Paddle uses the *sliced* stream of random numbers: each tensor-parallel rank
-    draws different numbers."""
+    """Context manager in which Paddle uses the *sliced* stream of random numbers. In a forward pass that
+    :class:`DropoutStreams` has seeded, each tensor-parallel rank draws different numbers from it."""
     return stream_tracker().rng_state(_sliced_name())
 
 
 class DropoutStreams:
     """Seeds the random generators for dropout whenever a layer starts a forward pass in training. The seeds
-    differ between data-parallel replicas and between context-parallel (``sep``) ranks."""
+    differ between data-parallel replicas and between context-parallel (``sep``) ranks. The seeds of the
+    *sliced* stream also differ between tensor-parallel ranks."""
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
         self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))

@@ -32,7 +32,7 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
     """Copy arrays to this process's device, and return the tensors by name. On a card this is one transfer,
-    and the tensors are parts of one buffer."""
+    and the tensors are parts of one buffer, unless ``FLAGS_use_stride_kernel`` is off."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -51,8 +51,8 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Wait until the device has computed a tensor, and return its contents. Meanwhile, record progress for
-    each micro batch that the card begins."""
+    """Wait until the device has computed a tensor, and return its contents (bfloat16 as uint16 bits).
+    Meanwhile, record progress for each micro batch that the card begins."""
     with RECORD.reading():
         while _begun:
             if _begun[0].query():
@@ -98,7 +98,7 @@ def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
     """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
-    ``flat``. The list ``begins`` has the byte offset of each."""
+    ``flat``. ``begins`` has the byte offset of each, by name."""
     # A view of a slice would be wrong: Paddle (3.3.1) takes the slice's offset in bytes for one in elements.
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}

@@ -1,4 +1,4 @@
-"""AdamW: one kernel call per parameter, or one fused call for all float32 parameters of a group."""
+"""AdamW: one kernel call per parameter, or fused calls for many float32 parameters of a group."""
 
 from __future__ import annotations
 

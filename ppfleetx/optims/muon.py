@@ -103,8 +103,9 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilo
     """Orthogonalize each matrix in ``[..., m, n]`` approximately by Newton-Schulz iterations: move its
     singular values close to 1 and keep its singular vectors.
 
-    ``coefficients`` names a table with one row per step. A matrix is first divided by its norm, or by
-    ``epsilon`` if that is greater.
+    Each step uses one row of the table named ``coefficients``. If there are more steps than rows,
+    ``polar_express`` repeats its last row, and other tables start again from the first row. A matrix is first
+    divided by its norm, or by ``epsilon`` if that is greater.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()

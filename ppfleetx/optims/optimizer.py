@@ -85,7 +85,7 @@ class Optimizer:
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
         """Restrict updates and states to the parameters for which ``owned`` returns True, as sharding does.
-        ``updated`` is called after each update."""
+        ``updated`` is called at the end of each :meth:`step`."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated

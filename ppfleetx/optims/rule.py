@@ -35,15 +35,15 @@ class StateSpec:
 
 @dataclass
 class ParamView:
-    """A parameter as an update rule sees it: float32 tensors of the same shape, except states that are a
-    single number.
+    """A parameter as an update rule sees it: tensors of the same shape, usually float32, except states that
+    are a single number.
 
     Attributes:
         spec: the parameter's declaration; None if the optimizer is used without a model.
         value: the parameter, or its float32 master weight.
         gradient: the gradient, summed over all ranks and clipped. The rule may overwrite it.
-        rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight, or under
-            ``UpdatePlace.on_host``.
+        rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight, under
+            ``UpdatePlace.on_host``, or for a matrix that was gathered from several ranks.
     """
 
     name: str
@@ -81,7 +81,8 @@ class Rule(ABC):
         Args:
             group: parameters with gradients. A step may call this several times, for different parameters of
                 one group.
-            weight_decay: weight decay of this step; 0 for biases and norm gains.
+            weight_decay: weight decay of this step; 0 for biases and norm gains, unless
+                :attr:`Group.weight_decay` is set.
         """
 
     def forget(self) -> None:  # noqa: B027  (most rules remember nothing)

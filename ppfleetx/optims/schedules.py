@@ -65,7 +65,8 @@ class Schedule:
         raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """Return the weight decay of step ``step`` (from 1): constant, or a linear or cosine ramp."""
+        """Return the weight decay of step ``step`` (from 1): constant, or a linear or cosine ramp that ends
+        at step ``weight_decay_steps``."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
         ratio = min(step / self.weight_decay_steps, 1.0)
@@ -113,9 +114,10 @@ class Schedule:
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule to continue with after loading a checkpoint: ``configured`` or ``saved``.
-    ``policy`` is the value of ``Engine.save_load.lr_schedule``. If it is ``strict``, the two schedules must
-    be equal; otherwise, CheckpointError is raised."""
+    """Return the schedule to continue with after loading a checkpoint. ``policy`` is the value of
+    ``Engine.save_load.lr_schedule``: ``config`` takes ``configured``, and ``checkpoint`` takes ``saved``.
+    ``strict`` raises CheckpointError if the two differ. CheckpointError is also raised if ``saved`` is needed
+    and cannot be read."""
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
@@ -147,7 +149,8 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
             default of ``decay_steps``.
 
     Raises:
-        ConfigError: the lengths do not fit together, or the schedule gives no valid learning rate.
+        ConfigError: the lengths do not fit together, or the learning rate is not valid at the first step
+            after the warm-up or at step ``decay_steps``.
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or max_steps

@@ -98,7 +98,7 @@ class Report:
             normally.
         killed_for_memory: how many processes the kernel has killed for lack of memory since the run began.
         memory: memory of this process and of the machine in bytes, by name.
-        stacks: the Python stack of each thread, by the thread's name.
+        stacks: the Python stack of each thread, by the thread's name and number.
     """
 
     rank: int
@@ -184,8 +184,8 @@ def capture_report(
     lost: bool = False,
 ) -> Report:
     """Make the hang report of this rank. ``quiet`` is the number of seconds since its last progress.
-    ``failed`` is the error that ends the rank, or None. The other arguments are attributes of
-    :class:`Report`."""
+    ``failed`` is the error that ends the rank, or None. ``timeout``, ``works``, ``computes`` and ``lost`` are
+    attributes of :class:`Report`."""
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     if failed is not None:
@@ -345,7 +345,8 @@ def importing(frame: FrameType | None) -> str | None:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the Python stack of each thread, by the thread's name. The outermost call comes first."""
+    """Return the Python stack of each thread, by the thread's name and number, as in ``watchdog (1402)``. The
+    outermost call comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {}
     for ident, frame in sys._current_frames().items():

@@ -1,8 +1,9 @@
 """Detect training steps whose loss or gradient norm suddenly jumps (``Engine.spike``), before the weights are
 updated. All ranks come to the same decision.
 
-A value is a spike if it exceeds the median of the last steps by more than a set number of deviations. The
-deviation is 1.4826 times the median absolute deviation (MAD), but at least 1 % of the median.
+A value that is not finite is a spike. Any other value is a spike if it exceeds the median of the last steps
+by more than a set number of deviations, once there are enough steps. The deviation is 1.4826 times the median
+absolute deviation (MAD), but at least 1 % of the median.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class Spike:
         median, deviation: median and deviation of the last steps' values of ``what``; None if there were
             none.
         action: ``skip``: the update was left out. ``rewind``: the run went back to a checkpoint. ``stop``:
-            the run ended. ``repeated``: the step was computed again, without a jump.
+            the run ended. ``repeated``: the step was computed again, without a jump, and the new result was
+            used.
         repeated_loss, repeated_grad_norm: the values when the step was computed again; None if it was not.
         to_step: for ``rewind``, the step of the checkpoint; else None.
         samples: the samples of the step, as positions in the training order: [first, one past the last].
+            After a ``rewind``, the run skips all samples between the checkpoint and the end of this step.
     """
 
     step: int
@@ -58,8 +61,8 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """The cause of the spike: ``data`` if computing the step again gave the same values, ``machine`` if
-        it gave others, and ``unknown`` if it was not computed again."""
+        """The cause of the spike. ``data`` (the data or the model): computing the step again gave nearly the
+        same values. ``machine``: it gave others. ``unknown``: the step was not computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
@@ -123,7 +126,8 @@ class SpikeGuard:
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
         """Decide whether this step's update of the weights may be made. All ranks must call this. ``repeat``
-        computes the step again. Returns the loss and gradient norm to use, and the decision."""
+        computes the step again; it is called for a spike if ``Engine.spike.replay`` is on. Returns the loss
+        and gradient norm to use, and the decision."""
         spike = self._agreed_jump(loss, grad_norm)
         again: tuple[float, float] | None = None
         if spike is not None and self._options.replay:

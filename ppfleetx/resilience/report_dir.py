@@ -54,7 +54,7 @@ class ReportDir:
 
     def write(self, report: Report, text: str) -> bool:
         """Write this rank's report to the directory, as JSON for other ranks and as ``text`` for the user.
-        Returns whether that was possible."""
+        Returns whether the JSON file was written; the text may be missing even then."""
 
         def write_both() -> bool:
             base = self.directory / f"rank_{report.rank:05d}"
@@ -75,7 +75,8 @@ class ReportDir:
         return self._do_in_thread(lambda: read_reports(self.directory, since=since)) or {}
 
     def clear(self, rank: int | None = None) -> None:
-        """Delete the hang reports of ``rank`` (None: of all ranks), and the directory if it is empty then."""
+        """Delete the hang reports of ``rank`` (None: of all ranks), and the directory if it is empty then.
+        Does nothing if this object has not accessed the directory before."""
         if not self._is_started:
             return
 

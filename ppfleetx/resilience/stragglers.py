@@ -1,5 +1,6 @@
 """Find slow ranks by their *own time*: the part of a step in which a rank does not wait for other ranks. Each
-rank is compared with the other ranks of its pipeline stage, or with other stages if it is alone."""
+rank is compared with the ranks of its pipeline stage. A rank that is alone in its stage is compared with the
+other stages, and counts as slow only if it takes 1.5 times as long."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SlowRank:
     Attributes:
         data: the part of its own time in which the rank waited for training data.
         compute: the rest of its own time.
-        usual: median own time of the ranks with which it is compared.
+        usual: median own time of the ranks with which it is compared; for an even number of ranks, the lower
+            of the two middle values.
         alone: whether it is compared with other pipeline stages, because no other rank is in its own.
     """
 
@@ -52,7 +54,8 @@ class Stragglers:
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
-        cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow.
+        cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow. It is the
+            largest excess of a rank's own time over the usual one.
         slowest: the slow ranks, those that work longest without waiting first.
     """
 

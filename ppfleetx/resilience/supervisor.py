@@ -33,7 +33,8 @@ RESUME = "Engine.save_load.resume"
 
 def with_resume(command: Sequence[str]) -> list[str]:
     """Return ``command`` with ``-o Engine.save_load.resume=auto``, so that a restarted run continues from its
-    last checkpoint. Raises ConfigError if the command sets this key so that the run would not resume."""
+    last checkpoint. A command that already sets this key to ``auto`` or true is returned unchanged. Raises
+    ConfigError if the command sets the key to anything else."""
     overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
     for value in given:
@@ -66,7 +67,8 @@ def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grac
     or a signal to the supervisor.
 
     Args:
-        backoff: seconds to wait before the first restart; doubled for each further one.
+        backoff: seconds to wait before the first restart; doubled for each further one. No wait is longer
+            than 300 s.
         grace: seconds that processes have to end after SIGTERM, before SIGKILL.
     """
     log = configure_logging()

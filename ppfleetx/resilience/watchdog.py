@@ -236,7 +236,7 @@ class Watchdog:
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
         """Write a hang report for a rank that ends because of an error. Does nothing if the job has only one
-        rank.
+        rank, or if a thread has already decided to end this process.
 
         Args:
             lost: whether the error only says that another rank has ended.

@@ -98,8 +98,8 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 
 def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Change ``CUDA_VISIBLE_DEVICES`` in ``environ`` so that Paddle's launcher starts as many processes as
-    ``--devices`` or ``--nproc_per_node`` in ``options`` ask for."""
+    """Change ``CUDA_VISIBLE_DEVICES`` in ``environ``, if necessary, so that Paddle's launcher starts as many
+    processes as ``--devices`` or ``--nproc_per_node`` in ``options`` ask for."""
     # Paddle starts one process for each number in CUDA_VISIBLE_DEVICES. Without the variable, it looks up the
     # numbers of --devices among the GPUs, and fails if there is none.
     visible = environ.get(_VISIBLE, "").split(",")
@@ -173,8 +173,8 @@ def _watch(limit: float) -> None:
 
 
 def _end_with_conventional_code() -> None:
-    """End the launcher with the exit code of the rank that best explains a failure, or with 128 + the number
-    of the signal that it got. Python calls this at exit."""
+    """End the launcher with the exit code of the rank that best explains a failure. After a signal, the code
+    is 128 + the number of the signal, or 0 if all ranks ended without an error. Python calls this at exit."""
     controller = _controller()
     if controller is None:
         return

@@ -12,7 +12,8 @@ _FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger of ppfleetx. It writes nothing until a program calls :func:`configure_logging`."""
+    """Return the logger of ppfleetx. Until a program calls :func:`configure_logging`, Python's usual rules
+    apply: only warnings and errors are printed, on standard error."""
     return logging.getLogger("ppfleetx")
 
 

@@ -70,8 +70,8 @@ def may_end_process() -> bool:
 
 
 def decide_end() -> None:
-    """Record that a thread, such as the watchdog, is about to end this process. Errors that other threads
-    raise from now on are not reported."""
+    """Record that a thread, such as the watchdog, is about to end this process. If another process of the job
+    is lost from now on, this process does not report that at once, because it is only a consequence."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -81,8 +81,9 @@ def is_end_decided() -> bool:
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
     """End this process after the ``grace`` seconds of :func:`end_with_peers`, because another process of the
-    job is gone. At the end, ``sentence`` is printed and ``say_goodbye`` called. Does nothing if
-    :func:`end_with_peers` was not called."""
+    job is gone. This function returns at once. At the end, ``sentence`` is printed and ``say_goodbye``
+    called. Does nothing if :func:`end_with_peers` was not called, or if this process is already about to
+    end."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))

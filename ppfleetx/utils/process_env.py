@@ -64,7 +64,8 @@ _ours: dict[str, str] = {}
 
 def prepare_process(*, device: str = "cpu") -> str:
     """Apply the settings of this module to this process, and return a line for the log that lists them. Call
-    this before importing Paddle.
+    this before importing Paddle; afterwards, only malloc can be set. Variables that the user has set are
+    kept.
 
     With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set. If
     the process is a rank, it ends from now on when its launcher ends.
@@ -150,7 +151,7 @@ def _set_by_launcher(name: str) -> bool:
 
 def import_paddle() -> None:
     """Import Paddle faster and with less output than by ``import paddle``. Raises NotInstalledError if Paddle
-    is not installed."""
+    is not installed, and ConfigError for a plugin that does not load or a card that does not exist."""
     if "paddle" in sys.modules:
         return
     with loading_paddle():
@@ -162,7 +163,9 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context manager in which Paddle is imported faster and without its usual warnings."""
+    """Context manager in which Paddle is imported faster and without its usual warnings. Other output to
+    standard error appears only at the end. Raises ConfigError for a plugin of Paddle that does not load or a
+    card that does not exist."""
     if "paddle" in sys.modules:
         yield
         return

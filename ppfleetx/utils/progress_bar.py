@@ -106,7 +106,8 @@ class _NotebookLine:
 
 
 class _TerminalBar:
-    """A progress bar in a terminal, drawn by the library ``rich``. Other output appears above the bar."""
+    """A progress bar in a terminal, drawn by the library ``rich``. Standard output, if it goes to the
+    terminal too, appears above the bar."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)

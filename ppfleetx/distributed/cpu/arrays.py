@@ -34,8 +34,8 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """Return a flat NumPy array that shares the tensor's memory. Raises CommError if the tensor is not
-    contiguous or NumPy lacks its element type."""
+    """Return a flat NumPy array that shares the tensor's memory; bfloat16 appears as uint16. Raises CommError
+    if the tensor is not contiguous or has another element type that NumPy lacks."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"tensors of {tensor.dtype} cannot be communicated")
@@ -49,8 +49,9 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 class TensorMemory:
-    """NumPy views of the tensors that one collective reads and writes. :meth:`finish` must be called when the
-    results are in them."""
+    """The memory of the tensors that one collective reads and writes, as NumPy arrays. For a strided tensor,
+    the array is a copy. :meth:`finish` must be called when the results are in the arrays; it writes copied
+    results back."""
 
     # Tests set this to False, so that strided tensors raise CommError, as NCCL refuses them on a GPU.
     takes_strided = True

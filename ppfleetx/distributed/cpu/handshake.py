@@ -36,7 +36,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     this machine's IP address, at which the others can connect.
 
     Raises:
-        ConfigError: this process cannot listen on ``address``.
+        ConfigError: this process cannot listen on ``address``, or :func:`meet` raises it.
         StartError: a rank does not arrive in time, does not answer, or has the wrong token.
     """
     try:
@@ -80,7 +80,8 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
     addresses of all ranks, and a secret token that they share.
 
     Raises:
-        ConfigError: the environment does not say where the ranks meet.
+        ConfigError: the environment does not say where the ranks meet, or sets a time limit that is not
+            valid.
         StartError: the rendezvous fails, or a rank does not arrive in time.
     """
     point, seconds = meeting_point(), start_timeout()

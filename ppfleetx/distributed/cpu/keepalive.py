@@ -40,8 +40,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if one
-    fails."""
+    """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if one fails.
+    If one is closed, it calls the function a few seconds later."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost

@@ -197,8 +197,9 @@ class Operation:
 
 
 class Progress:
-    """A thread that continues asynchronous operations while the program computes. It takes the oldest
-    operation whose messages have arrived, in any process group."""
+    """A thread that continues asynchronous operations while the program computes, in all process groups. It
+    prefers the oldest operation whose messages have arrived, but in each group it runs at most
+    :data:`STARTED_SUMS` reductions at a time."""
 
     def __init__(
         self, state: threading.Condition, pending: list[Operation], advance: Callable[[Operation], None]

@@ -1,5 +1,5 @@
 """The connections of one rank of a CPU job to all other ranks, and its running collectives and messages.
-Every wait has a time limit.
+Every wait has a time limit, unless the user has turned the limit off (:func:`time_limit`).
 
 ``handshake.py`` makes the connections, ``wire.py`` defines the format of messages, ``operation.py`` matches
 messages with operations, and ``keepalive.py`` detects lost hosts.
@@ -93,7 +93,8 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends, and with what error. Takes at most 2 s."""
+        """Tell the other ranks that this rank ends, and with what error. This takes about 2 s at most, unless
+        several ranks do not read."""
         if self._closed:
             return
         self._closed = True
@@ -201,9 +202,9 @@ class Mesh:
         """Wait until ``operation`` is complete; meanwhile, continue other operations of the program.
 
         Raises:
-            PeerLostError: a rank that must take part has ended.
+            PeerLostError: a rank that must take part has ended, or any rank of the job has failed.
             OutOfStepError: another rank runs a different operation in its place.
-            CommTimeoutError: nothing arrives within the time limit.
+            CommTimeoutError: the operation is not complete within the time limit.
         """
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
