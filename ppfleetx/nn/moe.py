@@ -268,6 +268,8 @@ class Order:
             weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
                 None: the sum is not weighted, and no choice may have been dropped.
         """
+        if outputs.shape[0] == 0:  # all choices of this rank were dropped
+            return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])
             return paddle.bmm(weights.unsqueeze(1), parts).squeeze(1)
@@ -284,6 +286,8 @@ class Order:
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Convert ``values``, a column sorted by expert, to ``[positions, top_k]``. Dropped choices get
         arbitrary values."""
+        if values.shape[0] == 0:
+            return paddle.zeros(self._place.shape, values.dtype)
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property

@@ -234,3 +234,20 @@ def test_a_rank_without_positions():
     assert order.combine(rows, paddle.zeros([0, 2])).shape == [0, 8]
     _, layer = grouped(8, 4)
     assert layer(rows, [0, 0, 0]).shape == [0, 4]
+
+
+def test_a_rank_whose_choices_are_all_dropped():
+    """With a capacity by position, a router that prefers one expert leaves nothing to the later ranks."""
+    import paddle
+
+    from ppfleetx.nn.moe import Order
+
+    rows, weights = paddle.ones([3, 8]), paddle.ones([3, 2])
+    rows.stop_gradient = weights.stop_gradient = False
+    order = Order(paddle.to_tensor([[0, 1], [0, 2], [0, 1]]), 4, paddle.zeros([3, 2]))
+    sent = order.dispatch(rows)
+    assert sent.shape == [0, 8] and order.counts.tolist() == [0, 0, 0, 0]
+    mixed = order.combine(sent, weights)
+    assert mixed.shape == [3, 8] and not mixed.any()
+    mixed.sum().backward()
+    assert not rows.grad.any() and not weights.grad.any()
