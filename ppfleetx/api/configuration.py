@@ -24,7 +24,7 @@ _PLACE = "argument config"
 def settings_of(overrides: Overrides | None) -> list[Override]:
     """Convert overrides to a list for :func:`~ppfleetx.config.loader.load_config`. Accepts a mapping of
     dotted keys, a mapping of nested sections, a string ``key=value``, or a list of such strings. Raises
-    ConfigError for any other form."""
+    ConfigError if the list contains anything else."""
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
     texts = [overrides] if isinstance(overrides, str) else list(overrides or ())

@@ -157,7 +157,8 @@ class GPT2Tokenizer:
         """Encode texts. Returns ``input_ids``, ``attention_mask`` and ``token_type_ids``, as in transformers.
 
         Args:
-            text: a text or a list of texts. For a list, each result begins with a batch dimension.
+            text: a text or a list of texts. For a list, or with ``return_tensors``, each result begins with a
+                batch dimension.
             add_special_tokens: whether to put the end-of-document token before and after each text.
             padding: ``max_length`` pads each text at its end to ``max_length`` tokens; False does not pad.
             max_length: the largest number of tokens of a text.

@@ -377,7 +377,8 @@ class GPT:
         """Write the model and its tokenizer in Hugging Face's format (``AutoModelForCausalLM``).
 
         Adapters are merged into the weights they belong to. A model that was loaded from Hugging Face's
-        format keeps its ``config.json`` and ``generation_config.json``.
+        format keeps its ``config.json`` and ``generation_config.json`` and, as in :meth:`save`, its element
+        type.
 
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.

@@ -37,7 +37,7 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
     Args:
         data: the prefix of an existing corpus, a text file or a folder of text files (also JSON lines), a
             list of texts, or records with a text under ``text``, such as a ``datasets.Dataset``.
-        tokenizer: encodes the texts.
+        tokenizer: encodes the texts. Its end-of-document token ends each text.
         directory: the directory to write the corpus to.
 
     Raises:
@@ -187,8 +187,9 @@ class Trainer:
 
     @property
     def model(self) -> GPT:
-        """The trained model: the one in memory after :meth:`fit`, or else the last checkpoint in
-        ``output_dir``, which is loaded. Raises UserError if there is none."""
+        """The trained model: the one in memory after :meth:`fit`, or else a checkpoint that is loaded. This
+        is ``Engine.save_load.ckpt_dir`` or, if that is not set, the last checkpoint in ``output_dir``. Raises
+        UserError if there is none."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)

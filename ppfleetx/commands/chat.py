@@ -65,10 +65,12 @@ class Conversation:
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
         """Add a message to the conversation, and let the model answer it. ``on_text`` gets each piece of the
-        answer. Ctrl-C stops the answer.
+        answer. Ctrl-C stops the answer; the text so far stays in the conversation. Returns facts about the
+        answer, such as whether it was cut off.
 
         Raises:
-            ChatError: the chat template refuses the message, or the message is too long.
+            ChatError: the chat template refuses the message, or the message is too long. The conversation is
+                unchanged.
         """
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
@@ -103,7 +105,8 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Return the conversation's token ids, and how many of the oldest messages were dropped to fit."""
+        """Return the conversation's token ids, and how many of the oldest messages were dropped to fit. These
+        are removed from :attr:`turns`."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:

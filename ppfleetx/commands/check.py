@@ -249,8 +249,8 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
-    """Describe the precision of a run, both for GPUs and for this machine's CPU if the device is not known
-    yet."""
+    """Describe the precision of a run. If ``Global.device`` is ``auto`` on a machine without cards, describe
+    it both for GPUs and for this machine's CPU."""
     if cfg.Global.device != "auto":
         return _precision(cfg, cfg.Global.device)
     on_gpus, on_cpu = _precision(cfg, GPU), _precision(cfg, CPU)

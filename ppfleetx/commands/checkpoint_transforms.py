@@ -127,7 +127,7 @@ class Quantize(ShrinkingOptions):
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The result
     can be used for generation, evaluation, serving and export, under any plan, but it cannot be trained. The
-    word embedding and the head always have 8 bits.
+    word embedding and the head have 8 bits, even with --to int4.
     """
 
     examples = """\

@@ -51,7 +51,7 @@ class Perplexity:
         num_words: the number of words of the file, separated by single spaces.
         loss: the mean negative log probability of every token but the first, in nats.
         ppl: exp(loss), the perplexity per token.
-        token_ratio: (num_tokens - 1) / (num_words - 1).
+        token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
         adjusted_ppl: exp(loss x token_ratio), the perplexity per word.
     """
 

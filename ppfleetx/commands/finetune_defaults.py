@@ -37,7 +37,8 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Return the run length, batch size and learning rate for finetuning, except where the user set them."""
+    """Return settings that suit finetuning, such as run length, batch size and learning rate. They replace
+    values in ``config``, but keys that the user's overrides ``given`` set are left out."""
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
 
@@ -67,7 +68,7 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
     """Return the settings for a run up to step ``max_steps``. If the output directory holds a run, the
-    settings continue that run from its newest checkpoint."""
+    settings continue that run from its newest checkpoint, unless ``overwrite`` or ``ckpt_dir`` is set."""
     cfg = read_config(config, given)[0]
     options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)
     values: dict[str, Any] = {"Engine.max_steps": max_steps}

@@ -224,8 +224,8 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer that ``Data.tokenizer`` names, or else the one stored in or beside the
-    checkpoint."""
+    """Load the tokenizer that ``Data.tokenizer`` names, or else the one stored in or beside the checkpoint.
+    The stored one is also used if a run was moved and the named directory no longer exists."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
@@ -256,7 +256,9 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 def read_prompts(cfg: RunConfig) -> list[str]:
     """Return the prompts in ``Generation.prompt_file``, else ``Generation.prompt``, else
-    :data:`DEFAULT_PROMPT`. The file has one prompt per line; ``-`` is standard input."""
+    :data:`DEFAULT_PROMPT`. Each line of a ``.jsonl`` file is a JSON string, or an object with a string under
+    ``prompt``. In any other file, and in ``-`` (standard input), each line is a prompt. Blank lines are
+    skipped."""
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
     prompt, place = cfg.Generation.prompt, cfg.origins.get("Generation.prompt")

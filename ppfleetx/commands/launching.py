@@ -118,7 +118,8 @@ class TrainingOptions(LaunchOptions):
 
 
 def _refuse_absent_cards(options: LaunchOptions) -> None:
-    """Raise ConfigError if there are fewer cards than ranks, or ``--devices`` names a card that is absent."""
+    """Raise ConfigError if there are fewer cards than ranks, or ``--devices`` names a card that is absent.
+    Does nothing on a machine without cards."""
     from paddle.distributed.launch.context.device import Device
 
     visible = Device.parse_device().labels  # empty without cards, [""] if none is visible

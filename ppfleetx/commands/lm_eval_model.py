@@ -26,8 +26,9 @@ _DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint as a model of lm-evaluation-harness. If a text is too long for the model, its beginning is
-    cut off.
+    """A checkpoint as a model of lm-evaluation-harness. If context and continuation are too long for the
+    model, the beginning of the context is cut off. A continuation that is too long by itself cannot be
+    scored: this raises DataError.
 
     Args:
         vocab_size: ``Model.vocab_size``; probabilities are over these tokens.

@@ -18,7 +18,8 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory.
+    """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory. An
+    incomplete last line is ignored.
 
     Raises:
         DataError: there is no such file, a line is not a record, or there is no training step.

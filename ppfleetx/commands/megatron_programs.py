@@ -101,7 +101,8 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """Run ``train_full_8p.sh`` or ``train_performance_8p.sh``: train on eight ranks, and print a table of
-    results. Returns the launcher's exit code."""
+    results. The logs of an earlier run are renamed first, and so is its output directory unless the run is
+    resumed. Returns the launcher's exit code."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
@@ -147,7 +148,8 @@ def _launch(arguments: Sequence[str]) -> int:
 
 def results_table(size: str, cfg: RunConfig, output: Path) -> str:
     """Return a Markdown table of a finished run: parameters, perplexity, samples per second, sequence length
-    and steps."""
+    and steps. The perplexity is the lowest of all evaluations after step 0; the speed is the mean of the last
+    hundred records."""
     records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]
     ppls = [one["ppl"] for one in records if one["kind"] == "eval" and one["step"] > 0 and one["ppl"]]

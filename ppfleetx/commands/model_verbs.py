@@ -67,7 +67,8 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[Job]:
-    """Context manager that yields the configuration for the model in ``checkpoint``, as a :class:`Job`.
+    """Context manager that yields the configuration for the model in ``checkpoint``, as a :class:`Job`. A
+    model in another format may be converted to temporary files, which are removed at the end.
 
     Args:
         checkpoint: the model; None: the configuration names it.

@@ -245,7 +245,7 @@ def _samples(path: Path) -> list[Section]:
 
 
 def _speed(run: RunFiles) -> Section:
-    """Make a section with the run's speed, as medians over all training steps."""
+    """Make a section with the run's speed, as medians over all records of training."""
     records = run.of_kind("train")
 
     def median(key: str) -> float:

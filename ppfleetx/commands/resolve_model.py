@@ -47,12 +47,13 @@ def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
     """Return a temporary directory made from ``source``, which all processes of this job on this machine
-    share.
+    share. Without a launcher, all processes with the same source share it.
 
     Args:
-        source: a directory or a file.
+        source: a directory or a file. If it has changed, another temporary directory is made.
         environ: the environment variables, which identify the job.
-        fill: a function that creates the directory. One process calls it.
+        fill: a function that creates the directory if it does not exist yet. One process of each machine
+            calls it.
         stack: the directory stays at least until this stack is closed.
 
     Raises:
@@ -149,7 +150,7 @@ class ResolvedModel:
 
     Attributes:
         name: the directory as the user gave it.
-        config: the model's own configuration; None if it was not requested.
+        config: the model's own configuration; may be None if it was not requested.
         checkpoint: the checkpoint's path, for ``Engine.save_load.ckpt_dir`` or ``init_from``.
         tokenizer: the directory of the tokenizer's files; None if there is none.
     """

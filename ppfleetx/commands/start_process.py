@@ -74,7 +74,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise UserError if a corpus or checkpoint is missing, or ``output_dir`` holds another run."""
+    """Raise UserError if a corpus or checkpoint is missing or, for training, ``output_dir`` holds another
+    run."""
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
             continue  # only classifiers read Data.Test

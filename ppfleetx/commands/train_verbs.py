@@ -320,8 +320,9 @@ class Supervise(Command):
 class HangReport(Command):
     """Explain why a job hung, from the reports that its ranks wrote to OUTPUT_DIR/hang.
 
-    The first line says which rank is missing, and where. One line for each rank follows. The files rank_*.txt
-    beside the reports have each rank's last collectives and the stacks of its threads.
+    The first line says which rank is missing, and where. One line for each rank follows. If an evaluation or
+    a generation left newer reports in OUTPUT_DIR, those are used. The files rank_*.txt beside the reports
+    have each rank's last collectives and the stacks of its threads.
     """
 
     examples = """\

@@ -31,7 +31,7 @@ class Dialect:
         title: the toolkit's name in messages.
         tables: the key tables of its options, by their heading in ``docs/dialects/{name}.md``.
         of_file: translates a file, given its path and further command-line arguments.
-        of_arguments: translates a command line without the program's name; None if only files are supported.
+        of_arguments: translates a command line; None if only files are supported.
         programs: file names of the toolkit's programs, to recognize a command line.
         keys_of_files: top-level keys of its files, to recognize a file.
         options: names of its options (lower case, with underscores), to recognize a command line.

@@ -1,6 +1,6 @@
 """Translate the options of another toolkit to ppfleetx's configuration, with a key table and rules.
 
-Each ConfigError of the dialects names the option, its value and its place as the user wrote them.
+An error about an option of the user names the option and its place as the user wrote them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Translation:
 
 def _as_written(native: Native) -> str | None:
     """Return the text of a value as the user wrote it, so that ``007`` does not become 7. Returns None if the
-    translation changed the value."""
+    translation changed the value, the value is a string, or it does not come from exactly one option."""
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]
@@ -256,8 +256,8 @@ def translate(
     dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
     """Translate the user's options to ppfleetx's configuration. First ``table`` translates each option by
-    itself, then ``rules`` translate options that depend on each other. Raises ConfigError for unknown and
-    unsupported options."""
+    itself, then ``rules`` translate options that depend on each other. If ``given`` has an option several
+    times, the last value is used. Raises ConfigError for unknown and unsupported options."""
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
     unknown: list[Given] = []

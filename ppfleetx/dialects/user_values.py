@@ -35,7 +35,8 @@ class Given:
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
     """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
-    before each key."""
+    before each key. Mappings and lists of mappings are flattened; any other list is one value. An empty
+    mapping becomes None."""
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
         if isinstance(node.value, dict) and node.value:
@@ -119,8 +120,9 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split a list of corpora into names and weights: ``0.3 a 0.7 b`` gives ``["a", "b"]`` and
-    ``[0.3, 0.7]``. The weights are None if the list has only names."""
+    """Split a list of corpora into names and weights: ``0.3 a 0.7 b`` gives the names ``["a", "b"]`` and the
+    weights ``[0.3, 0.7]``. Unless there is a number before each name, all words count as names, and the
+    weights are None."""
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
@@ -129,7 +131,8 @@ def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | Non
 
 
 def normal_name(name: str) -> str:
-    """Normalize the name of an option to lower case with underscores, such as ``num_layers``."""
+    """Normalize the name of an option to lower case with underscores and without leading dashes, such as
+    ``num_layers``."""
     return name.lstrip("-").replace("-", "_").lower()
 
 
@@ -140,9 +143,10 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Strip a launcher such as ``torchrun`` from a command line. Returns the number of processes that it
-    starts (None if unknown), the program's arguments, and the position of the first argument on the command
-    line."""
+    """Strip a launcher such as ``torchrun`` from a command line: everything up to the first ``*.py``, which
+    is the program. Returns the number of processes that the launcher starts (None if unknown), the program's
+    arguments, and the position of the first argument on the command line. Without a ``*.py``, nothing is
+    stripped."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:

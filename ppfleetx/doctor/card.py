@@ -128,8 +128,9 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Run the operators of a training step on the card in each configured data type, and compare the results
-    with those of the CPU."""
+    """Run the operators of a training step on the card, in float32 and the configured 16-bit types, and
+    compare the results with those of the CPU. Also compare fused kernels with plain operators. Types that the
+    card does not support are left out."""
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)

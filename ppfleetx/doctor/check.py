@@ -38,7 +38,8 @@ class Row:
         found: what the check found, as text.
         fix: what the user can do about it; never empty if the status is ``fail``.
         group: the heading under which the report shows the row.
-        ranks: the ranks that the row is about; empty if it is the same for all ranks.
+        ranks: the ranks that the row is about; an empty tuple stands for all ranks that ran the check, or for
+            the whole job.
         numbers: measurements by name. The name includes the unit.
     """
 
@@ -95,7 +96,7 @@ class Target:
 
     Attributes:
         cfg: the configuration; None: examine only the machine.
-        patience: the longest time that a check may wait, in seconds, for example for a file system.
+        patience: an upper limit, in seconds, on the time limits of checks. Values below 30 count as 30.
         found: rows that were found before any check ran.
     """
 
@@ -170,8 +171,9 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the report rows of all ranks into one list, sorted by heading. Equal rows become a single row
-    with the list of its ranks; an empty list stands for all ranks."""
+    """Merge the report rows of all ranks into one list, sorted by heading. Rows that differ in nothing but
+    their numbers become a single row with the list of its ranks and the numbers of the first rank. An empty
+    list stands for all ranks that ran the check."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):

@@ -134,9 +134,9 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Test every collective in every process group of this process, with each of the message sizes ``sizes``,
-    in bytes. All processes of the job must call this. ``announce`` gets the name of each test before it
-    starts."""
+    """Test the collectives in every process group of this process, and yield a report row for each. All
+    processes of the job must call this. ``announce`` gets the name of each test before it starts. ``sizes``
+    are the message sizes in bytes; None: the default sizes of the device."""
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:

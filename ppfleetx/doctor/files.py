@@ -40,7 +40,8 @@ _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Check that the corpora and texts of ``Data`` can be read, and compare corpora with their checksums."""
+    """Check that the corpora and texts of ``Data.Train`` and ``Data.Eval`` can be opened. Corpora with
+    checksums are compared with them; of a large corpus or on a slow disk, only some of their blocks."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -164,7 +165,8 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 
 def fingerprints(target: Target) -> dict[str, str]:
-    """Return hashes of the training data and the tokenizer, by name, to compare machines."""
+    """Return hashes of the training data, the evaluation data and the tokenizer, by name, to compare
+    machines. A text says if one cannot be read."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -202,7 +204,7 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 def starts(target: Target) -> dict[str, str]:
     """Return the name and the manifest's hash of each checkpoint that the run would start from, by
-    configuration key. They are compared between machines."""
+    configuration key. A text says if there is none. These values are compared between machines."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -272,7 +274,7 @@ def room_row(free: float, each: float, count: int, place: Path) -> Row:
     Args:
         free: the free space in bytes.
         each: the size of a checkpoint in bytes.
-        count: the number of checkpoints.
+        count: the number of checkpoints that exist at the same time.
         place: the directory.
     """
     numbers = {"free_bytes": free, "needed_bytes": each * count}
@@ -295,7 +297,7 @@ def nearest_directory(directory: Path) -> Path:
 
 def write_speed(directory: Path) -> float:
     """Measure the speed, in bytes per second, at which one process writes a file in ``directory`` to the
-    disk."""
+    disk. Raises OSError if the file cannot be written."""
     piece = os.urandom(_PIECE_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin = time.perf_counter()

@@ -42,7 +42,8 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """Return the versions that ppfleetx's metadata requires of a library; None if there is no requirement."""
+    """Return the versions that ppfleetx's metadata requires of a library; None if there is no requirement or
+    the metadata cannot be read."""
     try:
         from packaging.requirements import Requirement
 

@@ -215,7 +215,7 @@ def own_address(environ: Mapping[str, str]) -> str:
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
     """Return a report row if other machines cannot reach this one at ``own``, the address that Paddle's
     launcher would announce; otherwise None. ``host`` is the first machine as ``--master`` names it, and
-    ``master`` is its IP address."""
+    ``master`` is its IP address. ``is_first`` says whether that is this machine."""
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

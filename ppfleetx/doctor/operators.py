@@ -1,4 +1,4 @@
-"""Check of ``ppfleetx doctor`` that Paddle's registry contains every kernel that ppfleetx uses."""
+"""Check of ``ppfleetx doctor`` that Paddle's registry contains the kernels that ppfleetx needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _SHOWN = 8
 
 
 def registered(target: Target) -> Iterator[Row]:
-    """Check that Paddle has every kernel that ppfleetx uses (:mod:`ppfleetx.utils.gpu_operators`)."""
+    """Check that Paddle has the kernels that ppfleetx needs (:mod:`ppfleetx.utils.gpu_operators`). Those of
+    the CPU are always checked, and those of GPUs if Paddle is built for GPUs. Otherwise those of the run's
+    card are checked, if it uses one."""
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")
@@ -38,7 +40,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Return the row of the report about the kernels of a card that is not a GPU."""
+    """Return the row of the report about the kernels of a card that is not a GPU. Missing kernels are only a
+    warning if the CPU has all of them, because the host then runs these operators."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]

@@ -39,8 +39,9 @@ def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
     """Connect this process to the others of a job with ``size`` processes. The first process listens at the
-    address ``point``. ``name`` is the name of this process in messages. Raises RendezvousError if a process
-    does not arrive within ``seconds``, or the address cannot be used."""
+    address ``point``. ``name`` is the name of this process in messages, and ``number`` is its number.
+    Processes whose number is None are numbered as they arrive. Raises RendezvousError if a process does not
+    arrive within ``seconds``, or the address cannot be used."""
     # Guests without a number are numbered as they arrive.
     member = Member(name, number)
     if is_host:

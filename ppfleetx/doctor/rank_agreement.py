@@ -51,7 +51,7 @@ class Fact:
 
     def of(self, target: Target) -> Values | None:
         """Return the values of this fact in this process. Returns None if another process of this machine
-        reads the fact."""
+        reads the fact. If reading takes too long, the result says only that the values are unread."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -130,7 +130,8 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Return the facts on which the processes' :func:`digests` differ, or that a process could not read."""
+    """Return the names of the facts on which the processes' :func:`digests` differ, or that a process could
+    not read."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -149,8 +150,9 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a report row for each of :data:`FACTS`. For a fact in ``names``, the row lists the differences
-    between ``answers``, the values on each rank. For any other fact, it says "equal"."""
+    """Yield a report row for each of :data:`FACTS`. For a fact in ``names``, the row shows differences
+    between ``answers``, the values on each rank, or says which ranks could not read the fact. For any other
+    fact, the row says "equal"."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}

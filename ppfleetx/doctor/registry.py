@@ -1,4 +1,4 @@
-"""The table of all checks of ``ppfleetx doctor``, in the order in which they run.
+"""The table of the checks that a process of ``ppfleetx doctor`` runs by itself, in the order of running.
 
 A check is a function that takes a :class:`~ppfleetx.doctor.check.Target` and yields
 :class:`~ppfleetx.doctor.check.Row` objects. Its module is imported only when it runs.
@@ -42,7 +42,8 @@ class Check:
         title: the name of the row that the report shows if the check itself cannot run.
         need: what must be there for the check to run.
         each: which processes of the job run the check.
-        seconds: time limit; None: no limit, for a check that only computes.
+        seconds: time limit, which ``Target.patience`` can lower; None: no limit, for a check that only
+            computes.
     """
 
     group: str

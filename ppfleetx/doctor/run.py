@@ -46,8 +46,10 @@ def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine a job of several processes. All processes must call this, and all get the same rows. If a
-    collective takes more than ``seconds``, ``finish`` is called with the rows, and the process exits."""
+    """Examine a job of several processes, and return the rows of the report. All processes must call this,
+    and all get the same rows. A process that cannot reach rank 0 may get only its own. Processes wait up to
+    ``seconds`` for each other to arrive. If a collective takes longer than this, ``finish`` is called with
+    the rows, and the process exits."""
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
     try:
@@ -229,7 +231,7 @@ class Job:
 
 class Guard:
     """A time limit for each of several steps. If a step takes longer than ``seconds``, ``give_up`` is called
-    with its description, in a thread."""
+    with its description, in a thread. :meth:`begin` ends the last step and starts the next."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False

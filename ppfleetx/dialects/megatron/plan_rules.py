@@ -20,7 +20,8 @@ _MAX_COUNTS = 10_000
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Return the rule that translates Megatron's parallel degrees, pipeline stages and sharding."""
+    """Return the rule that translates Megatron's parallel degrees, pipeline stages and sharding.
+    ``world_size`` is the number of processes; None if unknown."""
 
     def plan(run: Translation) -> None:
         if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:

@@ -259,7 +259,8 @@ def _precision(run: Translation) -> None:
 
 def _checkpoints(run: Translation) -> None:
     """Translate where checkpoints are saved and how often. With ``resume_training``, the run resumes from
-    ``load``; otherwise ``load`` only provides the initial weights."""
+    ``load`` or, if that is not given, from the directory of its own checkpoints. Otherwise ``load`` only
+    provides the initial weights."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

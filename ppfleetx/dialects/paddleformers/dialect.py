@@ -86,7 +86,8 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """Return the rule that translates parallel degrees and sharding."""
+    """Return the rule that translates parallel degrees and sharding. ``world_size`` is the number of
+    processes; None if unknown."""
 
     def plan(run: Translation) -> None:
         degrees = [
