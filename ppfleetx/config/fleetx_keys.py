@@ -1,4 +1,4 @@
-"""Rewrite PaddleFleetX's renamed keys and values, with one warning each, and refuse what ppfleetx lacks.
+"""Rewrite PaddleFleetX's old keys and values, with warnings, and refuse what ppfleetx lacks.
 
 In the tables below, ``*`` in a key matches any name.
 """
@@ -92,9 +92,10 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Rewrite FleetX's old keys and values in ``tree``. Returns the new tree, and one warning per change.
+    """Rewrite FleetX's old keys and values in ``tree``. Returns the new tree, and warnings about the changes.
 
-    ``is_whole`` says whether ``tree`` has been merged with its base files and overrides.
+    ``is_whole`` says whether ``tree`` has been merged with its base files and overrides. Rules that read
+    several sections are applied only then.
     """
     tree = copy_tree(tree)
     warnings = [
@@ -219,9 +220,9 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set ``Model.module`` to the task that the datasets' names imply, and yield warnings.
+    """Set ``Model.module``, if it is not set, to the task that the datasets' names imply, and yield warnings.
 
-    FleetX's later configuration files do not name the task.
+    FleetX's later configuration files do not name the task. A dataset of offline evaluation is removed.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),

@@ -25,7 +25,11 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """List the options set by the user that change nothing in this run, as sentences with the reason."""
+    """List options set by the user that are known to change nothing in this run, as sentences with the
+    reason.
+
+    A default value in a file is not listed.
+    """
     reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
         keys = [key for key in rule.keys if _is_written(cfg, key, origins)] if rule.applies(cfg) else []
@@ -357,7 +361,8 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """List the keys that a run needs but that are not set, as sentences with the reason."""
+    """Return a list with one sentence if the run's texts need ``Data.tokenizer`` and it is not set; otherwise
+    an empty list."""
     splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:

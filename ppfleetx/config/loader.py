@@ -79,7 +79,8 @@ def load_config(
     Args:
         path: a YAML file, a directory with a ``config.yaml``, or the name of a shipped configuration.
         overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order.
-        world_size: the number of processes, from which an unset ``dp_degree`` is derived; None if unknown.
+        world_size: the number of processes. The parallel degrees must multiply to it; an unset ``dp_degree``
+            is derived from it. None: unknown, and an unset ``dp_degree`` is 1.
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.

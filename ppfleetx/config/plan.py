@@ -312,7 +312,8 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violati
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
     """List the legal parallel plans of ``world_size`` processes for the sizes in ``work``.
 
-    The plans have at most two virtual stages, and no ``pp_layers``, expert parallelism or ZB-H1.
+    The plans have at most two virtual stages, and no ``pp_layers``, expert parallelism or ZB-H1. Offload is
+    combined with only some plans.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))

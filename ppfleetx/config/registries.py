@@ -103,7 +103,7 @@ class ActivationTraits:
     """What must be known about an activation function before it is imported.
 
     Attributes:
-        gated: whether it has a gate, as SwiGLU does.
+        gated: whether it has a gate, as SwiGLU does. The MLP's first linear layer is then twice as wide.
     """
 
     gated: bool = False

@@ -197,7 +197,8 @@ def network(
 ) -> dict[str, Any]:
     """The keys and values of section ``Model`` that determine the network, without adapters.
 
-    Two models have the same network if these mappings are equal.
+    A null is replaced by the value that it stands for. A key without effect has the value None. Two models
+    have the same network if these mappings are equal.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -223,7 +224,7 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
     """List the keys that have different values in a checkpoint and in ``cfg``.
 
     Only keys with one of the ``effects`` are compared. ``saved`` is the configuration in the checkpoint's
-    manifest.
+    manifest. A key that it lacks has its default.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)

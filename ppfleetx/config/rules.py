@@ -224,7 +224,8 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """The fused operators that a 16-bit run with this configuration cannot use, with the reasons."""
+    """The fused operators for matrix products that a 16-bit run with this configuration cannot use, with the
+    reasons."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}

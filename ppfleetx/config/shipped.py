@@ -105,7 +105,10 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The texts of a configuration file and of its ``_base_`` files, by their paths after copying."""
+    """The texts of a configuration file and of its ``_base_`` files, by their paths after copying.
+
+    Entries of ``_base_`` in the texts are changed to the new paths.
+    """
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

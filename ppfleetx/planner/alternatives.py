@@ -30,7 +30,8 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Say in one sentence per plan why well-known plans on the same cards are worse than ``best``."""
+    """Compare ``best`` with some well-known plans on the same cards. Returns one text for each of these
+    plans."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -122,7 +123,7 @@ class MemorySaving:
     Attributes:
         options: the command-line options that make this change.
         saves: bytes saved on the rank with the most memory.
-        costs: how much longer a step takes, as a fraction of its time.
+        costs: how much longer a step takes, as a fraction of its time; 0 if a step becomes faster.
     """
 
     options: str
@@ -131,7 +132,10 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Return the settings that save memory, the cheapest in step time first."""
+    """Return changes that save more than 2% of the memory, the cheapest in step time first.
+
+    Changes that cost about the same time are in the order of the memory that they save, the largest first.
+    """
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []
     for options, job in _candidates(prediction.job):

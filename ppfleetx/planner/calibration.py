@@ -47,14 +47,16 @@ class Observed:
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
     """Fit the constants of the cluster's card to the step times that runs measured.
 
-    Returns the fitted card, and a text that compares the errors before and after.
+    Returns the fitted card, and a text that compares the errors before and after. With only one run, only the
+    efficiencies of computation are fitted.
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
         target: the file to write the card to, or None.
 
     Raises:
-        ConfigError: a directory does not belong to a run, or the run has too few steps.
+        ConfigError: a directory does not belong to a run, its metrics have too few records of steps, or
+            ``target`` cannot be a new file.
     """
     runs = [_observed(Path(name), cluster.card) for name in directories]
     fitted = _fitted(cluster, runs)
@@ -96,7 +98,10 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Read the seconds of each step from ``metrics.jsonl``, without the time spent waiting for data."""
+    """Read the mean seconds of a step, without waiting for data, from each record in ``metrics.jsonl``.
+
+    Records of evaluations, and records without a positive and finite time, are left out.
+    """
     found = []
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored
         try:
@@ -120,7 +125,8 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """Scale the constants ``names`` of ``card`` by the common factor that fits the runs best."""
+    """Return ``card`` with the constants ``names`` scaled by a common factor: the best of the factors
+    tried."""
     best, least = card, _distance(card, cluster, runs)
     for steps in (
         (0.25, 0.5, 2.0, 4.0),

@@ -142,9 +142,11 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """Return the card in ``cards.yaml`` for a device such as ``NVIDIA A100-SXM4-80GB``; None if unknown.
+    """Return the name of a device's card in ``cards.yaml``, e.g. for ``NVIDIA A100-SXM4-80GB``; None if
+    unknown.
 
-    A PCIe card gets the constants of the faster SXM card. Users can correct the peak by `Global.peak_tflops`.
+    Only the model of the card counts, not its memory or form factor: every A100 gets the constants of the SXM
+    card with 80 GB. Users can set `Global.card`, or correct the peak by `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     return next((name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU), None)

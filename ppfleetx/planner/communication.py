@@ -1,6 +1,6 @@
 """Predict the time of collectives and messages on a cluster: bytes over bandwidth, plus a latency.
 
-Collectives are assumed to run as rings (Thakur et al. 2005).
+All-reduce, all-gather and reduce-scatter are assumed to run as rings (Thakur et al. 2005).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Overlap:
 
     Attributes:
         bucket_bytes: the size of gradient messages during the backward pass; None: gradients do not overlap.
-        values: whether sharded parameters are sent during a forward pass.
+        values: whether sharded parameters are sent while ranks compute.
         messages: whether pipeline stages compute while their messages are sent.
     """
 
@@ -299,9 +299,10 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Return whether attention uses flash attention: ``attention_kernel`` and the card must allow it.
+    """Return whether attention uses flash attention: ``attention_kernel``, data type and card must allow it.
 
-    It is False for custom devices, because their Paddle plugins may lack the kernel.
+    It is False in float32. It is also False for custom devices, because their Paddle plugins may lack the
+    kernel.
     """
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False

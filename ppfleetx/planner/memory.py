@@ -320,7 +320,8 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Return the bytes of parameters fetched for the current and the next layer; 0 below sharding stage 3."""
+    """Return the bytes of parameters fetched for the current layer and, with overlap, for the next one; 0
+    below sharding stage 3."""
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
         return 0.0

@@ -80,7 +80,8 @@ class _Groups(NamedTuple):
 
     Attributes:
         end: the parameters after the blocks.
-        words: the last pipeline stage's copy of a shared word embedding; empty if there is none.
+        words: the word embedding if the head shares it, because the last of several pipeline stages has a
+            copy; otherwise empty.
     """
 
     embedding: _Group

@@ -22,7 +22,12 @@ GRANULARITIES: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class PlanOption:
-    """The parsed value of ``--plan``. ``micro`` and ``recompute`` are None if it does not name them."""
+    """The parsed value of ``--plan``.
+
+    Attributes:
+        micro: the micro batch size; None if ``--plan`` does not name it.
+        recompute: what is recomputed; None if ``--plan`` does not name it, or names ``mixed``.
+    """
 
     plan: ParallelPlan
     micro: int | None
@@ -33,7 +38,7 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
     """Parse the text of a parallel plan, such as ``dp=4,mp=8``.
 
     Args:
-        own: the plan that provides the settings missing from the text.
+        own: the plan that provides the settings missing from the text, unless they contradict the text.
         option: the command-line option that gave the text, for messages.
 
     Raises:
@@ -140,6 +145,8 @@ class UnresolvedConfig:
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
         """Return the complete configuration, with its parallel plan replaced by ``plan``.
+
+        Options of overlap that do not fit ``plan`` are switched off.
 
         Args:
             micro, batch: micro batch size and global batch size, in sequences.

@@ -56,7 +56,7 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """The upper bound of the likely seconds per step, by which the search ranks plans."""
+        """The upper bound of the likely seconds per step. A search for the fastest plan ranks plans by it."""
         return self.time.interval[2]
 
     @cached_property
@@ -92,7 +92,8 @@ class Prediction:
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:
-        """Return the object that ``ppfleetx plan --json`` prints, for a run over ``tokens`` tokens."""
+        """Return the facts about this plan that ``ppfleetx plan --json`` prints, for a run over ``tokens``
+        tokens."""
         flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),

@@ -100,7 +100,8 @@ class RecipeInputs:
 
     @property
     def batch(self) -> int:
-        """The number of sequences in a step, near the optimum of "DeepSeek LLM" (Bi et al. 2024, eq. 1)."""
+        """The number of sequences in a step: a multiple of ``cards`` near the optimum of "DeepSeek LLM" (Bi
+        et al. 2024, eq. 1)."""
         # The result is ``cards`` times a power of two.
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two

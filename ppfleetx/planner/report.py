@@ -114,7 +114,11 @@ def constants(cluster: Cluster) -> str:
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    """Return lines about the memory of the fullest device, and whether it fits the card ``Global.card``."""
+    """Return lines about the memory of the fullest device and, if ``Global.card`` is set, whether it fits
+    this card.
+
+    The list is empty if the run does not train our GPT.
+    """
     prediction = prediction_of_memory(cfg, device)
     if prediction is None:
         return []

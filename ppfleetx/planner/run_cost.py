@@ -73,7 +73,8 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
     and with full batches.
 
     Raises:
-        ValueError: a batch of the ramp cannot be split evenly among the data-parallel ranks.
+        ValueError: a batch of the ramp does not divide into the micro batches of all data-parallel ranks, or
+            the ramp has no batch below the full one.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes

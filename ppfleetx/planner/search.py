@@ -31,9 +31,9 @@ class SearchResult:
     Attributes:
         best: the predictions for the best candidates, best first.
         plans: the number of plans.
-        too_large: the number of plans without a candidate that could fit into memory.
-        fit, unfit: the numbers of candidates that fit into memory, and that do not.
-        slower: the number of candidates that are too slow to be checked for memory.
+        too_large: the number of plans left out because even a lower bound of their memory is too large.
+        fit, unfit: the numbers of candidates found to fit into memory, and found not to fit.
+        slower: the number of candidates found too slow to be checked for memory.
     """
 
     best: tuple[Prediction, ...] = ()
@@ -77,8 +77,9 @@ def search(
     """Find the best parallel plans to train the model and batch of ``job`` on ``devices`` cards.
 
     Args:
-        job: the model and the batch; its plan is ignored.
-        goal: ``time`` to rank plans by step time, ``memory`` to rank them by memory.
+        job: the model and the batch. Its plan only serves to compute the global batch size.
+        goal: ``time`` to rank plans by the upper bound of their likely step time, ``memory`` to rank them by
+            memory.
         keep: the largest number of candidates to return.
 
     Raises:
@@ -112,7 +113,7 @@ class _Search:
     found: SearchResult
 
     def try_plan(self, plan: ParallelPlan) -> bool:
-        """Try all candidates of ``plan``, and keep the best ones.
+        """Try candidates of ``plan``, and keep the best ones.
 
         Returns True if at least one candidate is found not to fit into memory.
         """
@@ -127,9 +128,10 @@ class _Search:
         return not every_fits
 
     def _all_fit(self, fitted: Job) -> bool:
-        """Try a job with each kind of recompute, and keep the best candidates.
+        """Try a job with more and more recompute, and keep the best candidates.
 
-        Returns False if at least one candidate is found not to fit into memory.
+        A search for the fastest plan stops at the first candidate that fits or is too slow. Returns False if
+        at least one candidate is found not to fit into memory.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
@@ -170,9 +172,10 @@ def _recomputing(job: Job) -> Iterator[Job]:
 
 
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Yield the legal parallel plans that divide the global batch evenly.
+    """Yield legal parallel plans that divide the global batch evenly.
 
-    Plans whose tensor-parallel groups span more than two nodes are left out as too slow.
+    Plans with unequal pipeline stages are left out. So are plans whose tensor-parallel groups span more than
+    two nodes, as too slow.
     """
     work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(divisors(devices), repeat=3):
@@ -197,7 +200,7 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """Yield ``plan`` with every way to distribute the experts over ranks and to slice each expert.
+    """Yield ``plan`` with each legal ``ep``, and with experts sliced over ``mp`` ranks or kept whole.
 
     For a model without experts, yield ``plan`` alone.
     """

@@ -129,8 +129,8 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds of the busiest pipeline stage by kind of work. The time of ``recompute`` is also
-            included in other kinds, such as ``matmul``.
+        parts: seconds by kind of work. Passes are those of the busiest pipeline stage. The parts add up to
+            ``seconds`` without ``recompute``, whose time is included in other kinds, such as ``matmul``.
         timeline: the simulated passes of the pipeline.
         bubble: the share of the passes' time in which a stage is idle on average.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
@@ -231,7 +231,7 @@ def estimate_passes(job: Job, cluster: Cluster) -> EstimatedPasses:
 
 
 def estimate_seconds(job: Job, cluster: Cluster, passes: EstimatedPasses | None = None) -> float:
-    """Estimate the result of :func:`step_time` without simulating the schedule.
+    """Estimate the ``seconds`` of :func:`step_time` without simulating the schedule.
 
     Args:
         passes: the result of :func:`estimate_passes`; None: compute it.
@@ -391,7 +391,7 @@ def _activation_sum(job: Job, cluster: Cluster) -> float:
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Return the seconds of one layer's communication in a forward or backward pass.
 
-    Under sequence parallelism, the backward pass also gathers the inputs of the two column-parallel products.
+    Under sequence parallelism, the backward pass also gathers the inputs of column-parallel products.
     """
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2

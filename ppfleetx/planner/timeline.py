@@ -52,7 +52,7 @@ class Timeline:
     """The result of simulating a step.
 
     Attributes:
-        spans: the simulated passes; of a long step, only the first ones.
+        spans: the simulated passes; for a long step, those of a step with fewer micro batches.
         seconds: the time from the start of the first pass to the end of the last one.
     """
 

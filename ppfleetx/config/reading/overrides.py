@@ -53,7 +53,7 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     Unknown keys are accepted.
 
     Raises:
-        ConfigError: an override is malformed or contradicts an earlier one.
+        ConfigError: an override is malformed, contradicts an earlier one or has a key below a single value.
     """
     numbers = count(1)
     read = [

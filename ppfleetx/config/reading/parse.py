@@ -138,7 +138,8 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     Args:
         place: the file or option that the text comes from.
         with_lines: whether the places of nodes have line numbers.
-        is_ours: False for files of other toolkits, which may have dots in keys, repeated keys and ``<<``.
+        is_ours: False for files of other toolkits, which may have dots in keys, keys repeated with an equal
+            value, and ``<<``.
 
     Raises:
         ConfigError: the text is not valid YAML or breaks a rule.

@@ -134,7 +134,7 @@ def plain_value(node: Node) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return the file names in ``node``, which may be one name, a list of names, null or None.
+    """Return the nodes of the file names in ``node``, which may be one name, a list of names, null or None.
 
     Raises:
         ConfigError: ``node`` is anything else.
@@ -185,7 +185,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """Remove the keys ``_inherited_``, which only matter in merging, from a tree."""
+    """Return a tree without the keys ``_inherited_``, which only matter in merging."""
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

@@ -109,7 +109,8 @@ class DistributedConfig(Section):
                 yield RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
 
     def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
-        """The number of layers of each pipeline chunk; None if all chunks have the same number."""
+        """The number of layers of each pipeline chunk; None if neither ``pp_layers`` nor a valid
+        ``noop_layers`` is set."""
         if self.pp_layers is not None:
             rows = (row if isinstance(row, tuple) else (row,) for row in self.pp_layers)
             return tuple(number for row in rows for number in row)

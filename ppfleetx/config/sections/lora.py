@@ -51,7 +51,7 @@ class LoraConfig(Section):
     def unmatched_targets(self, names: Sequence[str]) -> Iterator[RuleError]:
         """Yield an error for each pattern in ``targets`` that matches no linear layer in ``names``.
 
-        Keys in the errors are relative to section ``Model``.
+        The default patterns are not checked. Keys in the errors are relative to section ``Model``.
         """
         # No model has all the layers that the default patterns name.
         if self.targets != LoraConfig.model_fields["targets"].default:

@@ -197,7 +197,10 @@ class ParamGroupConfig(Section):
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
-        """Whether the group contains a parameter of this name and kind (``bias``, ``norm``, ...)."""
+        """Whether a parameter's name and kind (``bias``, ``norm``, ...) match this group.
+
+        If several groups match, the parameter belongs to the first one.
+        """
         if self.kinds and kind not in self.kinds:
             return False
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
@@ -242,7 +245,8 @@ class OptimizerConfig(Section):
 
     @property
     def num_states(self) -> int:
-        """The number of float32 optimizer states per parameter.
+        """The number of float32 optimizer states per parameter, apart from matrices of blocks, which may have
+        fewer.
 
         If parameter groups use several optimizers, it is the largest number that one of them needs.
         """
