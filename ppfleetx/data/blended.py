@@ -95,9 +95,10 @@ def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose the corpus of each sample in several blocks, which are computed in parallel. A block is
-    `_BLOCK_STEPS` consecutive samples of the blend. ``steps[i]`` is the first sample of block i,
-    ``taken[i, c]`` the number of samples from corpus c before it, and ``limits[c]`` the size of corpus c.
-    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``, updated in place."""
+    `_BLOCK_STEPS` consecutive samples of the blend. ``steps[i]`` is the first sample of block i, and
+    ``taken[i, c]`` the number of samples from corpus c before it. ``limits[c]`` is the size of corpus c, or
+    infinity if its size does not matter. Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``,
+    updated in place."""
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)

@@ -53,8 +53,8 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run reads: in all training steps if ``mode`` is Train, in one
-    evaluation if it is Eval or Test."""
+    """Return the number of samples that a run wants from its corpora: for all training steps if ``mode`` is
+    Train, for one evaluation if it is Eval or Test. The corpora may have fewer."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
@@ -71,7 +71,9 @@ def build_dataloader(
     consumed_samples: int = 0,
 ) -> DataLoader:
     """Build the data loader of ``Data.<mode>`` for one data rank. Training starts after ``consumed_samples``
-    and never ends. Every evaluation reads the same batches. Raises the errors of `build_dataset`."""
+    and never ends. Every evaluation reads the same batches: all of a finetuning dataset, or as many samples
+    of corpora as the configuration asks for. An incomplete last batch is left out, or filled with padding
+    samples, whose loss mask is 0. Raises the errors of `build_dataset` and `GlobalBatchSampler`."""
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
     tail: Tail = "wrap"
@@ -98,8 +100,9 @@ def build_dataloader(
 
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
-    """Build the dataset that ``Data.<mode>.dataset`` describes. Raises ConfigError if the section is missing
-    or its dataset is unknown, and DataError if a corpus or file is missing, damaged or too small."""
+    """Build the dataset that ``Data.<mode>.dataset`` describes. Raises ConfigError if the section is missing,
+    or if its dataset is unknown or needs a tokenizer that is not configured. Raises DataError if the data
+    cannot be used, for example because a file is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
@@ -108,7 +111,8 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
     """Build a dataset for pretraining from the tokenized corpora in ``Data.<mode>.dataset``, blended if there
-    are several. Raises DataError if a corpus is missing, damaged or too small."""
+    are several. Raises DataError if a corpus is missing, damaged or too small, or if an option needs an
+    end-of-document id that is not known."""
     section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
     options = SampleOptions(
@@ -175,8 +179,8 @@ def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Token
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer that ``Data.tokenizer`` describes; None if the section names no files. Raises
-    DataError."""
+    """Load the tokenizer that ``Data.tokenizer`` describes; None if there is no such section, or if its name
+    is BPE, the default, and it names no files. Raises DataError."""
     files = cfg.Data.tokenizer
     if files is None or (not files.given and files.name == "BPE"):
         return None
@@ -248,7 +252,8 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out."""
+    """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
+    weights are configured, corpora too short for one sample are left out, too, unless all are."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

@@ -96,8 +96,9 @@ def _opened(prefix: str) -> IndexedDataset | None:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """Look for all damage in a corpus. Returns a sentence for each damaged block or file, and whether the
-    corpus has checksums. Raises MissingDataError if the corpus does not exist."""
+    """Look for all damage in a corpus. Returns sentences that describe it, and whether the corpus has
+    checksums. Single damaged blocks are found only with checksums. Raises MissingDataError if the corpus does
+    not exist."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -128,8 +129,10 @@ _FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Check that the token ids of the tokenizer and the corpora are below ``Model.vocab_size``, and return a
-    report as lines of text. Missing files are skipped. Raises DataError for a damaged file or a larger id."""
+    """Check that the token ids of the tokenizer and of the corpora of Train and Eval are below
+    ``Model.vocab_size``, and return a report as lines of text. Of large corpora, only a sample is read.
+    Missing files are not an error; the report names them. Raises DataError for a damaged file or a larger id.
+    """
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 

@@ -36,8 +36,8 @@ _LONGEST = np.iinfo(np.int32).max  # most tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
-    """A token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix. Raises
-    DataError if a file is missing or damaged."""
+    """A token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix. The
+    legacy file is read into memory. Raises DataError if a file is missing or damaged."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:

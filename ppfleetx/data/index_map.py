@@ -194,8 +194,8 @@ def load_or_build(
 ) -> Arrays:
     """Return the arrays ``names`` that are cached in ``directory`` under ``key``, memory-mapped. If they are
     missing or damaged, they are built by ``build`` and cached first. If ``directory`` cannot be written, they
-    are returned as built, with a warning. ``about`` is a description to store with them. Raises DataError if
-    less than ``num_bytes`` of memory, which building takes, are free."""
+    are returned as built, with a warning. ``about`` is a description to store with them. Building takes
+    ``num_bytes`` of memory; raises DataError if less is free."""
     stored = _load(directory, key, names)
     if stored is not None:
         return stored

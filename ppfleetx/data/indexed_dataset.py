@@ -82,8 +82,8 @@ class TokenStore:
         return self._tokens.shape[0]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a read-only view. Raises
-        IndexError."""
+        """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a view, which must not be
+        changed. Raises IndexError if they are not in the sequence."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
         size = int(self.sizes[index])
@@ -247,8 +247,8 @@ def _check_index(
 
 class IndexedDatasetWriter:
     """Writes a ``.bin`` / ``.idx`` pair as a stream, and the checksums of both files. As a context manager,
-    calls `finalize` on success and `abort` after an exception. Raises DataError if the dtype is not supported
-    or a file cannot be written."""
+    calls `finalize` on success and `abort` after an exception. Raises DataError if the dtype is not
+    supported, if token ids do not fit into it, or if a file cannot be written."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
         self.prefix = os.fspath(prefix)
@@ -273,8 +273,8 @@ class IndexedDatasetWriter:
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents of one sequence each. ``flat_tokens`` are all their tokens, and ``lengths`` the
-        number of tokens of each document."""
+        """Append documents of one sequence each, or of no sequence if the document is empty. ``flat_tokens``
+        are all their tokens, and ``lengths`` the number of tokens of each document."""
         # A document of length 0 has no sequence, as with add_document([], []).
         lengths = np.asarray(lengths)
         filled = lengths != 0
@@ -283,8 +283,8 @@ class IndexedDatasetWriter:
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
         """Append documents of any number of sequences. ``flat_tokens`` are the tokens of all sequences,
         concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number of
-        sequences in the first i + 1 documents of this call. Raises ValueError if the arguments contradict
-        each other."""
+        sequences in the first i + 1 documents of this call. Raises ValueError if a length is negative, or if
+        the lengths do not fit the other arguments."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64)

@@ -123,8 +123,8 @@ MicroBatch = dict[str, np.ndarray]
 
 
 def shortened(micro_batches: Sequence[MicroBatch], length: int) -> list[MicroBatch]:
-    """Return copies of micro batches cut to the first ``length`` tokens: arrays ``[b, s]`` become
-    ``[b, length]``."""
+    """Return micro batches cut to the first ``length`` tokens: arrays ``[b, s]`` become ``[b, length]``. The
+    result shares memory with the given arrays, which are not changed."""
     return [
         {name: array[:, :length] if array.ndim > 1 else array for name, array in batch.items()}
         for batch in micro_batches
@@ -168,9 +168,9 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Return the micro batches of a step, with less padding at the end. All are cut to the length of the
-    step's longest sample, rounded up to a multiple of ``multiple``. The array ``lengths`` of a micro batch
-    has the lengths of its samples."""
+    """Return one data rank's micro batches of a step, with less padding at the end. All are cut to the length
+    of the rank's longest sample, rounded up to a multiple of ``multiple``, so the length can differ between
+    data ranks. The array ``lengths`` of a micro batch has the lengths of its samples."""
     # A pipeline requires the same length for all micro batches of a step.
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)
@@ -199,8 +199,8 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the corpora that the dataset mixes, indexed by ``source_ids``. Empty if samples do not
-        tell their source.
+        """The names of the corpora that the dataset mixes, indexed by ``source_ids``. Empty if the dataset
+        does not name its sources.
         """
         return list(getattr(self.dataset, "sources", ()))
 

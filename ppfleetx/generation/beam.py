@@ -56,8 +56,9 @@ def beam_search(
     num_results: int = 1,
 ) -> list[Row]:
     """Return the ``num_results`` best continuations of every prompt of ``session``: those of the first
-    prompt, best first, then those of the second, and so on. ``max_new_tokens`` has one limit per prompt, at
-    least 1."""
+    prompt, best first, then those of the second, and so on. ``rules`` are applied to log-probabilities, not
+    to logits. ``max_new_tokens`` has one limit per prompt, at least 1. ``num_results`` is at most
+    ``options.num_beams``."""
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
     logits = session.next_logits()

@@ -36,7 +36,8 @@ class GrowingCache:
 
         Args:
             visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.
-                The causal mask applies in addition.
+                The causal mask applies in addition. In the first pass, :meth:`update` ignores ``visible``,
+                because attention then masks padding itself.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         self._past, self.length = self.length, self.length + num_new
@@ -62,7 +63,8 @@ class GrowingCache:
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append the keys and values of new positions to the cache of one layer. ``key`` and ``value`` are
         [rows, key/value heads, new positions, head size]. Returns all keys and values of the layer, old and
-        new, and an additive attention mask. In the first pass, the mask is None."""
+        new, and an additive attention mask. They may be followed by unused positions, which the mask hides.
+        In the first pass, there are no unused positions, and the mask is None."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             # In the first pass, the attention layers apply their own masks.

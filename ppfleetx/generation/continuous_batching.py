@@ -134,11 +134,12 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def logits_with_drafts(self, drafts: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Run each row's last token and its draft tokens in one pass (speculative decoding). Call
-        :meth:`append` with each row's new tokens afterwards.
+        """Run each row's last token and its draft tokens in one pass (speculative decoding). The draft tokens
+        do not become part of the rows: call :meth:`append` with each row's new tokens afterwards.
 
         Returns logits ``[1 + s, b, V]`` float32, where s is the largest number of draft tokens of a row, at
-        most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token.
+        most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token. For a
+        row with fewer than k draft tokens, the logits at index k are meaningless.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, drafts)) <= self.max_drafts
@@ -176,8 +177,9 @@ class ContinuousBatch:
         self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only the rows with the indices ``rows``, in this order, and free cached positions that no
-        remaining row uses. Removed rows go into the prefix store if there is one."""
+        """Keep only the rows with the indices ``rows``, in this order, and free the positions at the start of
+        the cache that no remaining row uses. Removed rows go into the prefix cache if it is large enough and
+        does not have them yet."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -295,8 +297,9 @@ class ContinuousBatch:
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
         """Run sequences after their shared prefix, which ``cache`` holds. ``rows[i]`` are the tokens of
-        sequence i after the prefix, and ``lengths[i]`` is its length, prefix included. Returns the next-token
-        logits ``[b, V]``, and a bool mask ``[b, positions]`` that is False at padding."""
+        sequence i after the prefix. ``lengths [b]`` are the sequence lengths, prefix included, that determine
+        LongRoPE's rotary angles. The keys and values are added to ``cache``. Returns the next-token logits
+        ``[b, V]``, and a bool mask ``[b, positions]`` that is False at padding."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

@@ -159,7 +159,7 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 class Sampler:
     """Samples tokens at random. ``streams[i]`` is (prompt index, number of the continuation) for sequence i.
-    The random numbers of a sequence depend only on this pair, the seed and the step."""
+    The random numbers of a sequence depend only on this pair, the seed, the step and the vocabulary size."""
 
     def __init__(
         self,

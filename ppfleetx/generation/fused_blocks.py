@@ -47,7 +47,7 @@ class FusedBlocks:
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
         """Return the model's weights in the layout for a pass with ``num_rows`` new tokens, counted over all
         sequences, after ``num_columns`` cached positions. Returns None if the pass is too large for the
-        operation."""
+        operation, or if memory does not suffice for another copy of the weights."""
         # For large passes, Paddle's own operations are faster.
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):

@@ -86,7 +86,8 @@ class PrefixStore:
 
     def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
         """Return the length of the longest cached prefix of a prompt, and the keys and values of the stored
-        sequence that starts with it. The prefix never includes the prompt's last token."""
+        sequence that starts with it. Returns 0 and an empty dictionary if the prefix is shorter than
+        `SHORTEST`. The prefix never includes the prompt's last token. The sequence counts as used now."""
         # The model must run the last token to get logits.
         array = np.array(prompt[:-1], np.int64)
         lengths = [_num_reusable(one, array, is_long) for one in self._entries]

@@ -200,7 +200,8 @@ def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
     """Return the token sequences to forbid for one entry of ``bad_words``. A list of token ids is one
-    sequence. A word gives its tokens without and with a space before it."""
+    sequence. A word gives its tokens without a space before it and, if these begin with another token, those
+    with a space."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (

@@ -28,8 +28,8 @@ class NextTokenModel:
     time.
 
     Attributes:
-        head_matrix: a copy of the weights of a tied head, ``[h, V]``, integers if the head is quantized. None
-            if the head is not tied.
+        head_matrix: a copy of the weights of a tied head, ``[h, V]``, integers if the head is quantized. With
+            tensor parallelism, only this rank's columns. None if the head is not tied.
         small_head: the quantized head with its scales, if the head is tied and quantized.
         switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
             keys invalid. None for other models.
@@ -152,8 +152,9 @@ def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pad the token ids of prompts to the length n of the longest one. Returns the array ``[b, n]``
-    int64, and the number of padding tokens of each prompt, ``[b]`` int64."""
+    """Left-pad the token ids of prompts to the length n of the longest one, by repeating each prompt's first
+    token. Returns the array ``[b, n]`` int64, and the number of padding tokens of each prompt, ``[b]`` int64.
+    """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
     # The padding repeats the first token, so the repetition penalty sees no other tokens.

@@ -147,7 +147,7 @@ class ChatTemplate:
 
 def _message(message: Message) -> dict[str, Any]:
     """Return a copy of a message for a template, without values that are None, and with the assistant's
-    reasoning under all names that templates use for it."""
+    reasoning under the names ``thinking`` and ``reasoning_content``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -243,8 +243,8 @@ class _Turns:
 
     def _span_by_difference(self, number: int) -> Span | None:
         """Return the span of the message with index ``number``, found by rendering the conversation up to
-        this message, once with it and once without it. Returns None if the whole text does not begin with
-        both renderings, or if the message is the first."""
+        this message, once with it, and once with a generation prompt in its place. Returns None if the whole
+        text does not begin with both renderings, or if the message is the first."""
         if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -288,8 +288,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` at which the generation prompt ends, or 0 if the text does not
-        contain this prompt. ``text`` is what the template writes before the content of an answer."""
+        """Return the offset in ``text`` at which the generation prompt ends. If ``text`` has only the
+        beginning of this prompt, this is where that beginning ends; if it has nothing of the prompt, 0.
+        ``text`` is what the template writes before the content of an answer."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

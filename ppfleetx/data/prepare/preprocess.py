@@ -175,8 +175,8 @@ class Problems:
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
         """Count the skipped documents of the next chunk of the corpus, and remember where they are. Raises
-        DataError if ``strict`` is set and a document was skipped, or if very many documents in a row were
-        skipped."""
+        DataError if ``strict`` is set and a document was skipped, or if very many lines or paragraphs in a
+        row were skipped."""
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped
@@ -331,9 +331,10 @@ def preprocess(
     """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``, one for each of
     ``keys``, the fields of the JSON documents. Plain text counts as the field "text".
 
-    Documents that are empty, not text, or longer than ``max_document_bytes`` are skipped and reported; with
-    ``strict``, they are errors. A run that fails leaves no files. Raises DataError for bad input, an existing
-    output, no documents, or a worker that died.
+    Documents that are empty, damaged, without a text for one of ``keys``, or longer than
+    ``max_document_bytes`` are skipped and reported; with ``strict``, they are errors. An uncompressed file
+    that is one document may have any length. A run that fails while encoding leaves no new files. Raises
+    DataError for bad input, an existing output, no documents, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

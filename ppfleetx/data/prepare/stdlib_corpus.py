@@ -34,8 +34,9 @@ def write_stdlib_corpus(
     output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
 ) -> tuple[int, int]:
     """Write the source files of the Python standard library, shuffled, to a JSON lines file with the fields
-    ``path`` and ``text``. Returns the number of documents, and the size of their texts in bytes. Raises
-    DataError if the file cannot be written, or exists and ``overwrite`` is False."""
+    ``path`` and ``text``. Tests, empty files and files that are not UTF-8 are left out. Returns the number of
+    documents, and the size of their texts in bytes. Raises DataError if the file cannot be written, or exists
+    and ``overwrite`` is False."""
     output = Path(output)
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already; --overwrite replaces it")

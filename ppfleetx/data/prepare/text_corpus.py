@@ -234,8 +234,9 @@ def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | N
 
 
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
-    """Split a chunk into its documents, as bytes: lines, paragraphs or files, including empty ones. Yields
-    None in place of a document longer than the chunk's ``max_document_bytes``."""
+    """Split a chunk into its documents, as bytes: lines (also empty ones), paragraphs or files. Yields None
+    in place of a document longer than the chunk's ``max_document_bytes``. This limit does not apply to an
+    uncompressed file that is one document."""
     if chunk.kind == "file":
         for path in chunk.paths:
             content = read_file(path, chunk.max_document_bytes)
@@ -254,8 +255,8 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
-    Invalid documents are skipped. Raises DataError if a file is damaged, if very many documents in a row are
-    invalid, or if there is no text."""
+    Invalid documents are skipped. Raises DataError if a file is damaged, if very many lines or paragraphs in
+    a row have no text, or if there is no text."""
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:

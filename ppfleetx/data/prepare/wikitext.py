@@ -57,9 +57,10 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Convert WikiText to corpora ``output_dir/{train,valid,test}/wikitext.{bin,idx}``. ``source`` is the
-    published zip file, or a folder with its files. ``length`` is the model's sequence length. Raises
-    DataError if ``source`` is not WikiText, or if a corpus exists and ``overwrite`` is False."""
+    """Convert WikiText to corpora ``output_dir/{train,valid,test}/wikitext.{bin,idx}``, one for each split
+    that ``source`` has. ``source`` is the published zip file, or a folder with its files. ``length`` is the
+    model's sequence length. Raises DataError if ``source`` is not WikiText or its train split is too short
+    for one sample, or if a corpus exists and ``overwrite`` is False."""
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}
     for prefix in prefixes.values():

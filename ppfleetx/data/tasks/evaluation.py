@@ -157,7 +157,7 @@ def window_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the batches of windows that one data rank evaluates: ``tokens``, ``position_ids``, ``labels``
     (int64) and ``loss_mask`` (float32), each ``[b, s]``. b is at most ``batch_size``, and the same on all
-    ranks. s is a multiple of ``multiple_of``. Padding has a loss mask of 0."""
+    ranks. s is a multiple of ``multiple_of``, and can differ between ranks. Padding has a loss mask of 0."""
     for start in range(0, len(windows), batch_size * data_size):
         rows = min(batch_size, -(-(len(windows) - start) // data_size))
         first = start + data_rank * rows
@@ -182,8 +182,8 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError if an option is
-    invalid, and DataError, with the line, if the file is invalid."""
+    """Read the file ``Offline_Eval.eval_path`` and divide it into windows. Raises ConfigError if the file
+    cannot be read or is empty, and DataError if its content is invalid."""
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 

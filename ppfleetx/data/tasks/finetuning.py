@@ -223,9 +223,10 @@ def truncate_longest_first(sizes: Sequence[int], room: int) -> list[int]:
 class PromptResponseDataset(RecordDataset):
     """Prompts with responses, for finetuning a language model with a loss on the responses only.
 
-    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). If it is
-    too long, the beginning of the prompt is removed. Raises DataError, with file and line, if the file is
-    missing or a line is not an object with two texts.
+    A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). The loss
+    includes ``<|endoftext|>``. If the sample is too long, the beginning of the prompt is removed and, if that
+    is not enough, the end of the response. Raises DataError, with file and line, if the file is missing or a
+    line is not an object with two texts.
     """
 
     @os_errors(DataError)
@@ -294,8 +295,8 @@ class ChatDataset(RecordDataset):
     """Conversations, for finetuning a language model with a loss on the assistant's turns only.
 
     If a conversation is too long, its oldest questions and answers are left out, but not the system message.
-    Raises DataError, with file and line, if the file is missing or a record is not a conversation with an
-    answer; ConfigError if the chat template does not exist.
+    If it is still too long, its end is cut off. Raises DataError, with file and line, if the file is missing
+    or a record is not a conversation with an answer; ConfigError if the chat template does not exist.
     """
 
     @os_errors(DataError)

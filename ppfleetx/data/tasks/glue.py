@@ -31,7 +31,7 @@ class GlueTask:
         texts, label: the column headers of the one or two sentences, and of the label.
         labels: the possible labels, in the order of the classes; empty for a regression.
         headerless: column numbers by column header, for files without a header line.
-        has_bad_rows: whether to skip rows with a wrong number of fields.
+        has_bad_rows: whether to skip rows with a wrong number of fields in files that are read with labels.
         original: the files of the original data set by part (train, dev, test), read if there is no
             ``{part}.tsv``.
     """
@@ -121,7 +121,7 @@ class GlueExamples:
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
     """Read one part of a GLUE task from ``directory``. Most test files have no labels, and need
     ``with_labels=False``. Raises DataError, with file and line, if the file is missing or not UTF-8, or if a
-    line is not a valid example."""
+    line is not a valid example. QQP's rows with a wrong number of fields are skipped if labels are read."""
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)
@@ -220,8 +220,9 @@ def require_libraries() -> None:
 
 
 def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
-    """Compute the official metrics of a GLUE task, each between -1 and 1. ``outputs`` are the model's class
-    scores ``[examples, classes]``, or predicted numbers ``[examples, 1]`` for a regression."""
+    """Compute the official metrics of a GLUE task, each between -1 and 1. A correlation that is undefined
+    counts as 0. ``outputs`` are the model's class scores ``[examples, classes]``, or predicted numbers
+    ``[examples, 1]`` for a regression."""
     truth = np.asarray(labels)
     if task == "STSB":
         return _correlations(outputs[:, 0], truth)

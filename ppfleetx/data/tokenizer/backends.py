@@ -20,7 +20,8 @@ from ppfleetx.utils.log import get_logger
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
     """Return tiktoken's rank of each token of two or more bytes that the merges produce: the index of the
-    merge that produces it. Returns None if ranks cannot express the merges."""
+    merge that produces it. Tokens are in the order of the merges. Returns None if ranks cannot express the
+    merges."""
     # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them
     # whenever the bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each
     # token alone as this one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No

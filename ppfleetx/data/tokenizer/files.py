@@ -78,7 +78,8 @@ class TokenizerFiles:
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer's files. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a
-    ``merges.txt``. Raises DataError if there is no tokenizer or its files are damaged."""
+    ``merges.txt``. Files such as ``tokenizer_config.json`` are read only if ``path`` is a directory. Raises
+    DataError if there is no tokenizer or its files are damaged."""
     path = Path(path)
     try:
         path.stat()
@@ -110,8 +111,9 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return ``texts``, the contents of the files beside the tokenizer, after adding the chat templates in
-    ``additional_chat_templates/`` to ``tokenizer_config.json``."""
+    """Return ``texts``, the contents of the files beside the tokenizer, with the chat templates in
+    ``additional_chat_templates/``. If there are any, they and ``chat_template.jinja`` (as ``default``)
+    replace the entry ``chat_template`` of ``tokenizer_config.json``. Raises DataError."""
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts

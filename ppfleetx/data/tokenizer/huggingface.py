@@ -133,9 +133,9 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens that have no role such as ``bos_token``, in two lists. The first list has
-        all of them except those under the legacy key ``additional_special_tokens`` of
-        ``special_tokens_map.json``, which are in the second list."""
+        """Return the special tokens that have no role such as ``bos_token``, in two lists. The second list
+        has those under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, or is
+        empty if another key has a list of such tokens. The first list has all others."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -267,8 +267,8 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
     """Return ``definition`` with the pre-tokenizer option ``add_prefix_space`` set to ``wanted``, its value
-    in ``tokenizer_config.json``. Definitions with another pre-tokenizer than GPT-2's are returned
-    unchanged."""
+    in ``tokenizer_config.json``. ``definition`` is returned unchanged if its pre-tokenizer is not GPT-2's, or
+    if ``wanted`` is neither True nor False."""
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition

@@ -221,7 +221,7 @@ class Tokenizer:
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a generated text: the end-of-document token, and ``eos_token_id`` of
-        ``generation_config.json``."""
+        ``generation_config.json``. Raises DataError if neither exists."""
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
@@ -265,7 +265,7 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a prompt as Hugging Face's ``AutoTokenizer`` does by default. With ``add_special_tokens``,
         `prefix_ids` and `suffix_ids` are added around the text. With ``parse_special_tokens``, special tokens
-        in the text become their ids."""
+        in the text become their ids, unless ``tokenizer_config.json`` sets ``split_special_tokens``."""
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
@@ -277,7 +277,8 @@ class Tokenizer:
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text, and mark the tokens in parts of it, such as the assistant's turns of a chat.
         ``spans`` are the parts, as ranges ``[start, end)`` of characters. Special tokens in the text become
-        their ids. Returns the ids, int64 [n], and whether each token has characters in a span, bool [n]."""
+        their ids, as in `encode_prompt`, but no token is added around the text. Returns the ids, int64 [n],
+        and whether each token has characters in a span, bool [n]."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
@@ -364,9 +365,9 @@ def train_tokenizer(
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer on ``texts``, with at most ``vocab_size`` tokens. The first special
-    token is the end-of-document token. A merge is learned only if its pair occurs ``min_frequency`` times.
-    The same texts always give the same tokenizer. Raises DataError if ``vocab_size`` is too small or there is
-    no text."""
+    token is the end-of-document token. A merge is learned only if its pair occurs at least ``min_frequency``
+    times. The same texts always give the same tokenizer. Raises DataError if ``vocab_size`` is too small or
+    there is no text."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
