@@ -32,8 +32,9 @@ def is_adapter_or_head(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. It does not
-    depend on the parallel plan that saved the checkpoint."""
+    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. It covers
+    the element type and the first few numbers of each tensor in ``names``, and does not depend on the
+    parallel plan that saved the checkpoint."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
         entry = checkpoint.entry(name)
@@ -84,10 +85,12 @@ _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
     """Merge LoRA adapters into their base weights, and write the merged model. Returns its step directory.
 
+    Quantized base weights become float32. Other base weights keep their element type.
+
     Args:
         path: the checkpoint with the adapters.
         output: a new or empty directory.
-        base: the checkpoint with the base weights, needed only if ``path`` contains only adapters; None: the
+        base: the checkpoint with the base weights, allowed only if ``path`` contains only adapters; None: the
             value of ``Model.lora.base``.
 
     Raises CheckpointError if there are no adapters, or they were trained on another base.
@@ -120,7 +123,7 @@ class TrainedAdapters:
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     """Read the LoRA adapters at ``path``. Raises CheckpointError if there are none, if they were trained on
-    other weights than those at ``base``, or if there is a classification head."""
+    other weights than those at ``base`` or with another tokenizer, or if there is a classification head."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))

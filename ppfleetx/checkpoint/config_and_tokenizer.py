@@ -1,5 +1,5 @@
 """A checkpoint's documents: ``config.yaml`` and the tokenizer files in ``tokenizer/``. The configuration
-describes the model, not the run that trained it."""
+describes the model and its data, not the parallel plan or the machine of the run that trained it."""
 
 from __future__ import annotations
 

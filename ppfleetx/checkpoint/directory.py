@@ -47,16 +47,18 @@ def named_checkpoint(cfg: RunConfig) -> str:
 
 @os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """Return the step directory (``epoch_E_step_S``) that ``path`` refers to.
+    """Return the directory of the checkpoint that ``path`` refers to, usually named ``epoch_E_step_S``.
 
     ``path`` is one of
 
     - a step directory, or the directory of one rank in it,
-    - an output directory, which stands for the checkpoint that its file ``latest`` names, or for the newest,
+    - an output directory, which stands for the checkpoint that its file ``latest`` names, or if there is no
+      such file, for the newest,
     - the file ``latest`` or ``best`` of an output directory,
     - a checkpoint of PaddleFleetX, or an output directory of PaddleFleetX, which stands for its last step.
 
-    Tensor data is checked only with ``verify``. Raises CheckpointError if there is no undamaged checkpoint.
+    Tensor data is checked only with ``verify``, and not for PaddleFleetX. Raises CheckpointError if this
+    checkpoint is missing or damaged, even if there are other, undamaged checkpoints.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
@@ -119,8 +121,8 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in ``output_dir``, or None. Damaged ones are skipped with a
-    warning.
+    """Return the newest undamaged checkpoint in ``output_dir``, or None. Damaged and incomplete ones are
+    skipped with a warning.
 
     Args:
         verify: whether to read all data to find damage.

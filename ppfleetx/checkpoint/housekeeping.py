@@ -77,7 +77,8 @@ def output_lock(output_dir: Path) -> AbstractContextManager[None]:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove the hidden directories of killed saves and deletions. Requires the :func:`output_lock`."""
+    """Remove the hidden directories of killed saves and deletions. A checkpoint that a killed save had moved
+    aside gets its name back if the new one is missing. Requires the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -106,7 +107,8 @@ def ensure_replaceable(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of ppfleetx with a damaged completeness marker or manifest."""
+    """Return whether ``path`` is a checkpoint of ppfleetx whose completeness marker or manifest is damaged,
+    or that lacks one of them. False for a symbolic link."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:

@@ -107,7 +107,8 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
-    """Read ``length`` bytes from position ``start``. Raises CheckpointError if the file is too short."""
+    """Read ``length`` bytes from position ``start``, as uint8. Raises CheckpointError if the file is too
+    short."""
     with opened(path) as file:
         if start + length > file.seek(0, os.SEEK_END):  # check before allocating memory
             raise CheckpointError(f"{path} ends too early")

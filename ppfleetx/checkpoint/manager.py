@@ -65,7 +65,8 @@ class SharedSave:
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
         """On rank 0, write the manifest, rename the checkpoint to its final name, and return its path.
-        ``written`` has the results of `write` on all ranks."""
+        Returns None on other ranks. ``written`` has the results of `write` on all ranks, in the order of the
+        ranks."""
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -80,7 +81,8 @@ class SharedSave:
         self._stack.close()
 
     def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Call the function ``act`` on every rank, and return the results of all ranks.
+        """Call the function ``act`` on every rank, and return the results of all ranks, in the order of the
+        ranks.
 
         If the function raises OSError or CheckpointError on any rank, all ranks raise CheckpointError.
         """
@@ -232,8 +234,9 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """End the save in progress, because this process stops with an error. Does not communicate with other
-        ranks, so a save of several ranks may remain incomplete."""
+        """End the save in progress, because this process stops with an error. Waits until this process has
+        written its part. Does not communicate with other ranks, so a save of several ranks may remain
+        incomplete."""
         if self._task is None:
             return
         self._task.done.wait()

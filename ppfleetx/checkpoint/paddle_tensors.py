@@ -55,7 +55,10 @@ def load_model(
     model_names: Collection[str] = (),
 ) -> list[str]:
     """Load weights from a checkpoint into the parameters of this rank. Returns the names of those loaded.
-    Element types are converted.
+
+    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights, float32
+    parameters get the master weights. If only the size of the vocabulary padding differs, the padding keeps
+    its values.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.
@@ -287,7 +290,8 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters that have the same shape in the checkpoint, and warn of the rest."""
+    """Return the parameters that have the same shape in the checkpoint, and warn of the rest. With
+    ``other_vocabulary``, the embedding and the head always belong to the rest."""
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)

@@ -46,7 +46,8 @@ class Checkpoint:
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
-        """Return the names of all tensors of this kind, ``model`` or ``optimizer``, each once."""
+        """Return the names of all tensors of this kind, ``model`` or ``optimizer``, each once, in the order
+        of saving."""
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
@@ -185,7 +186,7 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
 
 def read_marker(path: Path) -> dict[str, str]:
     """Return the fields of ``COMPLETE``, which marks a complete checkpoint. Raises CheckpointError if it is
-    missing or damaged."""
+    missing, damaged or of another format version."""
     marker_path = path / MARKER_FILE
     if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")

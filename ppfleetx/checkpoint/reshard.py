@@ -33,7 +33,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 def merge(path: str | Path, output: str | Path) -> Path:
     """Copy a checkpoint into whole tensors, with one file of weights and one of optimizer state. Returns the
-    new path. Training can continue from it."""
+    step directory of the copy. Training can continue from it."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(
@@ -55,7 +55,9 @@ def merge(path: str | Path, output: str | Path) -> Path:
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
     """Copy a checkpoint, split for the tensor- and pipeline-parallel ranks of ``plan``, so that each rank
-    reads only its own files. Returns the new path."""
+    finds its slices in its own files. Tensors that tensor parallelism does not split are in the files of
+    tensor-parallel rank 0. Returns the step directory of the copy. Raises CheckpointError if the plan does
+    not divide the layers or a tensor evenly."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
     stages = _layers_per_stage(manifest, plan)

@@ -54,7 +54,8 @@ class Ownership:
 
     def covers(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``. It may if it saved every
-        file in the checkpoint and was not started from it."""
+        file in the checkpoint, under this name, and was not started from it. A symbolic link is never
+        covered."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:

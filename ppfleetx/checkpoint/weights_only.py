@@ -108,7 +108,8 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the valid keys of a `Generation` section, and the errors of the others."""
+    """Return the valid keys of a `Generation` section, and the errors of the others. If keys contradict each
+    other, only ``decode_strategy`` is kept."""
     good, errors = dict(keys), []
     while True:
         try:
@@ -164,7 +165,8 @@ def save_weights(
 def write_ppfleetx(
     weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
-    """Write converted weights as a checkpoint. Returns its step directory.
+    """Write converted weights as a checkpoint. Returns its step directory. ``config.yaml`` and the tokenizer,
+    if there is one, are also written into ``output``.
 
     Args:
         weights: facts about the weights, such as their source and tokenizer. The attribute

@@ -66,7 +66,8 @@ def save_checkpoint(
         tensors: slices that together make up every tensor.
         documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
         ownership: which old checkpoints may be replaced and deleted; None: none.
-        max_file_bytes: maximum size of a file; larger data is split into several.
+        max_file_bytes: maximum size of the tensor data in a file; larger data is split into several files. A
+            slice that is larger has a file of its own.
         verify: whether to read all data back and check it before the checkpoint gets its name.
 
     The other arguments are attributes of :class:`Manifest`. Raises CheckpointError if the checkpoint cannot
@@ -157,10 +158,10 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Finish a checkpoint that all ranks have written into the directory ``staged``: add the manifest, give
-    the directory its final name, and delete the run's old checkpoints. Returns the final path. Raises
-    CheckpointError if the files are incomplete or damaged, or if the run must not replace a checkpoint of the
-    same name."""
+    """Finish a checkpoint that all ranks have written into the directory ``staged``: add the documents and
+    the manifest, give the directory its final name, update the file ``latest``, and delete the run's old
+    checkpoints. Returns the final path. Raises CheckpointError if the files are incomplete or damaged, or if
+    the run must not replace a checkpoint of the same name."""
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
     written = storage.write_documents(staged, documents or {})
@@ -199,8 +200,8 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
 def split_into_files(
     tensors: Sequence[TensorSlice], max_bytes: int
 ) -> Iterator[tuple[str, list[TensorSlice]]]:
-    """Distribute slices over files of weights and of optimizer state, and yield (file name, its slices). A
-    file has at most ``max_bytes``, unless a single slice is larger."""
+    """Distribute slices over files of weights and of optimizer state, and yield (file name, its slices). The
+    slices of a file have at most ``max_bytes`` together, unless it has a single slice."""
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),

@@ -104,10 +104,12 @@ def sizes_after(
     Args:
         ratio: the fraction to remove from each layer.
         part: what to prune: attention groups, feed-forward units, or both.
-        multiple: the number that remains is rounded up to a multiple of this.
+        multiple: the number that remains is rounded up to a multiple of this, but never above the present
+            number.
         drop_layers: layers to remove as a whole.
 
-    Raises ConfigError if too little would remain, or nothing would change.
+    Raises ConfigError if the network cannot be pruned, if too little would remain, or if nothing would
+    change.
     """
     check_network(model)
     check_share(ratio, multiple)
@@ -158,8 +160,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError unless the network can be pruned. All layers must be the same, and each must have
-    exactly the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``."""
+    """Raise ConfigError unless the network can be pruned. All layers must be the same, each must have exactly
+    the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and ``ModelConfig.not_pruned`` must be None."""
     if model.not_pruned is not None:
         key, why = model.not_pruned
         raise ConfigError(why, key=f"Model.{key}")

@@ -76,7 +76,8 @@ def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -
 def without_experts(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (name, tensor) of a model after removing experts. Tensors are read lazily.
+    """Yield (name, tensor) of a model after removing experts. Tensors are read lazily. The measured loads of
+    the experts are replaced by equal loads.
 
     Args:
         tensors: the tensors of the original model.

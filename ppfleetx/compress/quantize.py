@@ -117,8 +117,8 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     """Return the quantization settings ``weights`` with ``group_size`` and ``asymmetric`` chosen for the
-    model. Matrices that cannot be stored in 4 bits stay as they are, with a warning. Raises ConfigError if no
-    matrix can be stored in 4 bits."""
+    model. With 4 bits, matrices that cannot be stored in 4 bits stay as they are, with a warning. Raises
+    ConfigError if that is true of all matrices."""
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
         common = math.gcd(model.hidden_size, *wanted.values())

@@ -313,7 +313,8 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """Return the root mean square of the rounding error, relative to that of the matrix."""
+    """Return the root mean square of the rounding error, relative to that of the matrix. It is 0 for a
+    zero matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 

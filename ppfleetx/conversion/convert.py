@@ -68,8 +68,9 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Run a conversion. Returns the path of the result. Raises CheckpointError if the source cannot be read
-    or the target format does not support its network; ConfigError if an argument is wrong."""
+    """Run a conversion. Returns the path of the result. Raises CheckpointError if the source cannot be read,
+    has a NaN or an infinity, or has a network that the target format does not support; ConfigError if an
+    argument is wrong."""
     _check(job)
     if job.plan is not None:
         return reshard(job.input, job.output, job.plan)
@@ -181,8 +182,9 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Compare the logits of source and result of a conversion from or to Hugging Face's format. Returns the
-    largest absolute difference.
+    """Compare the logits of source and result of a conversion from or to Hugging Face's format, computed by
+    our network. If transformers is available and can read the Hugging Face directory, its logits are compared
+    as well. Returns the largest absolute difference.
 
     Args:
         job: the conversion.

@@ -59,7 +59,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
     """Read the weights of a FleetX checkpoint, and join the slices of its ranks.
 
     Args:
-        path: the directory of the checkpoint, or of its only rank.
+        path: the directory of the checkpoint, or of one of its ranks.
         model: the network; needed only if q, k and v are separate parameters.
 
     Raises CheckpointError if ranks are missing, files are damaged or refused, or a parameter is unknown.

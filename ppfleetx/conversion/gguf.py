@@ -148,8 +148,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """Read the weights of a GGUF file lazily, quantized weights as float32. Raises CheckpointError if the
-    file is damaged or not supported; NotInstalledError if the ``gguf`` package is not installed."""
+    """Read the weights of a GGUF file lazily. If any of them is quantized, all are read as float32. Raises
+    CheckpointError if the file is damaged or not supported; NotInstalledError if the ``gguf`` package is not
+    installed."""
     path = Path(path)
     metadata, tensors = _opened(path)
     factors = tensors.pop(_ROPE_FACTORS, None)
@@ -429,7 +430,8 @@ def write_gguf(
     Args:
         tensors: all parameters of ``model`` by ppfleetx's names, including vocabulary padding.
         tokenizer: the tokenizer to store in the file.
-        dtype: one of QUANTIZED; None keeps the element types of ``tensors``.
+        dtype: the element type of most matrices, one of QUANTIZED; None keeps the types of ``tensors``.
+            Vectors and position embeddings are always float32.
         source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
 
     Raises CheckpointError if llama.cpp does not support the network or the tokenizer.
@@ -499,8 +501,10 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """Choose the element type of a tensor in the GGUF file, as llama.cpp does. ``dtype`` is the type for
-    matrices; None keeps the tensor's type."""
+    """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors and position
+    embeddings are float32. Other tensors keep their type if ``dtype`` is None. Otherwise they get the type
+    ``dtype``, except the embedding and the head, which get 8 bits, and matrices whose rows do not divide into
+    blocks, which become float16."""
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:

@@ -204,7 +204,8 @@ def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """Make the GGUF metadata of a tokenizer, with a token for each of the ``vocab_size`` rows of the
-    embedding. Raises CheckpointError if llama.cpp does not support this kind of tokenizer."""
+    embedding. Raises CheckpointError if llama.cpp does not support this kind of tokenizer, or if it has more
+    tokens than that."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":

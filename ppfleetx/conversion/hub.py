@@ -70,9 +70,9 @@ def may_be_of_hub(place: str | Path) -> bool:
 
 
 def local_directory(place: str | Path) -> Path:
-    """Return the directory of a model, after downloading it if ``place`` is a name ``hf:...`` on the hub.
-    Raises CheckpointError if the download fails or the model is not supported; NotInstalledError if
-    ``huggingface_hub`` is not installed."""
+    """Return the directory of a model, after downloading it if ``place`` is a name ``hf:...`` on the hub. If
+    the hub cannot be reached, files in the cache are used. Raises CheckpointError if the download fails or
+    the model is not supported; NotInstalledError if ``huggingface_hub`` is not installed."""
     name = hub_name(place)
     return Path(place) if name is None else _Download(name).run()
 
@@ -155,7 +155,7 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """Download a file unless it is in the cache, and check its size and hash."""
+        """Download a file unless it is in the cache, and check the size and hash of the download."""
         name = wanted.rfilename
         held = self._held(name, commit)
         with self._errors_as_ours(name):

@@ -83,7 +83,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
     """Read the weights of a classic Megatron-LM checkpoint, and join the slices of its ranks.
 
     Args:
-        path: the directory of the checkpoint, of one iteration, or of the only rank.
+        path: the directory of the checkpoint, of one iteration, or of one rank.
         model: the network; needed if the files do not contain Megatron's ``args``.
 
     Raises CheckpointError if ranks are missing, files are damaged or refused, or an option is not supported.

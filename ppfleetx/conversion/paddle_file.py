@@ -28,8 +28,9 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a Paddle state dict, by name, without running code from the file. Raises
-    RefusedPickleError if the file tries to run code; CheckpointError if it is damaged."""
+    """Read the tensors of a Paddle state dict, by name, without running code from the file. uint16 is read as
+    bfloat16, and other objects are ignored. Raises RefusedPickleError if the file tries to run code;
+    CheckpointError if it is damaged."""
     path = Path(path)
     with opened(path) as file, reading(path):
         tree = WeightsUnpickler(file, PADDLE_NAMES).load()

@@ -26,7 +26,8 @@ PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a safetensors file lazily. Raises CheckpointError if the file is damaged."""
+    """Read the tensors of a safetensors file lazily, by name. Raises CheckpointError if the file is damaged,
+    or has an unsupported element type."""
     path = Path(path)
     table, metadata, start = _header(path)
     tensors = {}
@@ -73,7 +74,8 @@ def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
     """Write tensors into ``directory``, one at a time. They are written into one safetensors file if they
-    have at most ``max_bytes``, otherwise into several files with an index."""
+    have at most ``max_bytes``, otherwise into several files with an index. A tensor that is larger has a file
+    of its own."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

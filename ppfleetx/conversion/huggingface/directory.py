@@ -121,8 +121,8 @@ def write_hf(
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: larger weights are split into several files with an index. A file is larger than this
-            only if it has a single tensor.
+        max_file_bytes: larger weights are split into several files with an index. The tensors of a file are
+            larger than this only if there is a single one.
 
     Raises CheckpointError if no Hugging Face network can express this network.
     """

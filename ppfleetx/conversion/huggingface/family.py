@@ -81,7 +81,8 @@ class Family:
         Args:
             features: features to add.
             without: ``config.json`` keys to remove from ``keys``.
-            changes: other fields to change; mappings are merged.
+            changes: other fields to change. New entries of ``keys``, ``fixed``, ``names``, ``aliases`` and
+                ``off`` are added to the old ones; other fields are replaced.
         """
         kept = {key: row for key, row in self.keys.items() if key not in without}
         changes["keys"] = kept | changes.get("keys", {})
@@ -282,7 +283,7 @@ _ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_r
 
 def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
     """Convert rotary settings with :func:`rope_keys`. ``base`` is the default of ``rope_theta``. Raises
-    CheckpointError if the heads do not divide the hidden size."""
+    CheckpointError if there is no ``head_dim`` and the heads do not divide the hidden size."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
         raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
@@ -298,7 +299,8 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1."""
+    """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1. It
+    is None if there is no window, or if the window covers all positions of the model."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}

@@ -79,10 +79,12 @@ def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert the generation defaults of a Hugging Face directory to keys of our `Generation` section. Also
-    returns warnings about keys that could not be converted.
+    returns warnings about keys that could not be converted. End tokens are not converted, because the
+    tokenizer provides them.
 
     Args:
-        own: the content of ``generation_config.json``; None if the directory has no such file.
+        own: the content of ``generation_config.json``; None if the directory has no such file. The keys are
+            then read from ``config``.
         config: the content of ``config.json``.
     """
     keys, lost = _translated(config if own is None else own, is_own_file=own is not None)

@@ -13,7 +13,7 @@ X.g_idx    [in], group of each input  none
 =========  =========================  =====================
 
 ``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])``, where ``g`` is the group of input ``i``.
-Without ``g_idx``, each group is ``group_size`` consecutive inputs.
+Without ``g_idx``, each group is ``group_size`` consecutive inputs; a ``group_size`` of -1 means one group.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
 ``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
@@ -52,8 +52,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # eight consecutive outputs in a word, fr
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Check and return the ``quantization_config`` of a ``config.json``; None if there is none. Raises
-    CheckpointError if the quantization is not supported."""
+    """Check and return the ``quantization_config`` of a ``config.json``, with texts in lower case and the
+    default group size; None if there is none. Raises CheckpointError if the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -86,8 +86,8 @@ def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
     """Replace the quantized tensors of each linear layer by its weight, which is dequantized when it is read.
-    The weight is ``[in, out]`` if ``in_out``, else ``[out, in]``. Raises CheckpointError if a tensor is
-    missing or invalid."""
+    The weight has the element type of the scales. It is ``[in, out]`` if ``in_out``, else ``[out, in]``.
+    Raises CheckpointError if a tensor is missing or invalid."""
     scheme = quantization(hf_config)
     found = dict(tensors)
     if scheme is None and any(name.endswith(".qweight") for name in tensors):

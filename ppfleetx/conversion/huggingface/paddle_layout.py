@@ -24,7 +24,8 @@ def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a model directory. Those that Paddle's libraries wrote are converted to Hugging
-    Face's layout. Raises CheckpointError if the layout is not supported or ambiguous.
+    Face's names and layout. Raises CheckpointError if they are not a Llama's, or if their layout is not
+    supported or ambiguous.
 
     Args:
         config: the ``config.json``.

@@ -34,7 +34,7 @@ class Stored:
 
     Attributes:
         formats: the ``format`` values in the metadata of the safetensors files, such as `pt`. None stands for
-            a file without this value, and `pdparams` for a Paddle pickle.
+            a file without this value, `pt` also for a PyTorch pickle, and `pdparams` for a Paddle pickle.
     """
 
     tensors: dict[str, LazyTensor]
