@@ -25,8 +25,8 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """Raised because a rank of the job, usually another one, raised a :class:`UserError`. It has the same
-    message; the numbers of the ranks that raised it may stand before the message."""
+    """Raised on the ranks of a job because one of them raised a :class:`UserError`, with the message of
+    :func:`joint_message`. A rank whose own error has exactly this message raises its own error instead."""
 
 
 def beat_seconds() -> float:
@@ -85,8 +85,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Return the first error message in ``texts``, which has an entry for each rank (None: no error). If only
-    some ranks have this message, their numbers are put before it, unless ``name_ranks`` is False."""
+    """Return the first error message in ``texts``, which has an entry for each rank (None: no error). With
+    ``name_ranks``, the ranks that have this message are named before it, unless all ranks have it."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

@@ -157,7 +157,7 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
     """Return dropout of ``size`` bytes as one operation for the memory simulation (:mod:`ppfleetx.nn.tape`).
-    If ``probability`` is above 0, the operation keeps a mask of one byte per element."""
+    It keeps a mask of one byte per element; with probability 0, it is a view without a mask."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

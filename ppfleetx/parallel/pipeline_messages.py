@@ -60,7 +60,7 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
     """Build a pipeline with virtual stages on two ranks, which ``fleet.distributed_model`` rejects. The
-    schedule is Paddle's interleaved 1F1B. With fewer than four micro batches, all forward passes run
+    schedule is Paddle's interleaved 1F1B; with fewer than four micro batches, all forward passes run
     first."""
     # As in Paddle, all forward passes run first if there are fewer than four micro batches.
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved

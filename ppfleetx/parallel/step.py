@@ -145,9 +145,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return counts of this rank's micro batches. Their sums over the data-parallel ranks are the
-        divisors of loss and metrics. The first is the number of tokens or examples in the loss. If metrics
-        are declared, the numbers of tokens and of sequences follow."""
+        """Return this rank's part of the numbers by which the step's loss and metrics are divided; the step
+        sums them over the job. The first is the number of tokens or examples in the loss. If metrics are
+        declared, the numbers of tokens and of sequences follow."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 

@@ -93,9 +93,17 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory on rank 0, and return which checkpoints the run may delete or replace.
-    Raises ConfigError if the directory cannot be written or another run's checkpoint is in the way.
-    ``comes_to(epoch, step)`` returns whether this run may save a checkpoint of that epoch and step."""
+    """Claim the output directory on rank 0, and return which checkpoints there this run may delete and
+    replace. Writes the configuration and the run's identity, and removes unfinished files of a killed run.
+    With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run.
+
+    Args:
+        comes_to: returns whether this run may save a checkpoint of this epoch and step.
+
+    Raises:
+        ConfigError: the directory cannot be written, or another run's checkpoint has a name under which this
+            run may save.
+    """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)
@@ -133,8 +141,8 @@ def _checkpoint_at(place: str) -> Iterator[Path]:
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """Return the identity of this run. A run that continues an earlier one has the same identity, and any
-    other run gets a new one."""
+    """Return the identity of this run. A run that continues an earlier one in the same directory, without
+    overwriting it, has the same identity. Any other run gets a new one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:

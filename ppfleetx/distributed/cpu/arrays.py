@@ -34,8 +34,8 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """Return a flat NumPy array that shares the tensor's memory; bfloat16 appears as uint16. Raises CommError
-    if the tensor is not contiguous or has another element type that NumPy lacks."""
+    """Return a flat NumPy array that shares the tensor's memory; bfloat16 becomes uint16. Raises CommError if
+    the tensor is not contiguous or its element type cannot be communicated."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"tensors of {tensor.dtype} cannot be communicated")

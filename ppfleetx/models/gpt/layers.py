@@ -202,7 +202,7 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
         """Return the output of the attention branch, before the residual addition: norm, attention, dropout,
-        post-norm, multiplier. The backward pass does not recompute it."""
+        post-norm, multiplier. Recomputation, if any, is arranged by the callers."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._branch_output(branch, self.attention_post_norm)
