@@ -132,7 +132,7 @@ class Trainer:
         output_dir: str | Path | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self._callbacks, self._model = list(callbacks), None
+        self._callbacks, self._model, self._has_trained = list(callbacks), None, False
         self.history: list[dict[str, Any]] = []
         self._source = config_source(config)
         given = settings_of(overrides)
@@ -158,6 +158,7 @@ class Trainer:
         from ppfleetx.commands.training import train
 
         engine = train(cfg, ctx, [_History(self.history), *self._callbacks])
+        self._has_trained = True
         if _is_whole(cfg.plan):
             self._model = GPT(
                 cfg,
@@ -169,8 +170,9 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Evaluate the checkpoint ``Engine.save_load.ckpt_dir``, or else the last one in ``output_dir``, on
-        ``Data.Eval``. Returns a record with loss and perplexity; for several named sets, ``{name: record}``.
+        """Evaluate a checkpoint on ``Data.Eval``: after :meth:`fit`, the last one in ``output_dir``;
+        otherwise ``Engine.save_load.ckpt_dir`` or, if that is not set, also the last one in ``output_dir``.
+        Returns a record with loss and perplexity; for several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -198,7 +200,9 @@ class Trainer:
     def _with_checkpoint(self) -> RunConfig:
         options = self.cfg.Engine.save_load
         if options.ckpt_dir is not None:
-            return self.cfg
+            # After training, the run's own checkpoint counts, and not the one that it started from.
+            trained = options.model_copy(update={"ckpt_dir": options.output_dir})
+            return self.cfg.changed("Engine", save_load=trained) if self._has_trained else self.cfg
         more = Setting("Engine.save_load.ckpt_dir", options.output_dir, "output_dir")
         return load_config(self._source, [*self._overrides, more], world_size=self.cfg.plan.world_size)
 

@@ -411,6 +411,18 @@ def test_evaluation_on_data_with_names(here: Path, tmp_path: Path) -> None:
     assert list(records) == ["text", "list"] and told["text"] != told["list"]
 
 
+def test_a_continued_run_evaluates_what_it_trained(here: Path, tmp_path: Path) -> None:
+    """And not the checkpoint that it started from."""
+    changes = {"Engine.max_steps": 2, "Engine.eval_freq": 2, "Engine.eval_iters": 1}
+    data = {"train_data": "text.txt", "eval_data": "text.txt"}
+    ppfleetx.Trainer("output", changes, **data, output_dir=tmp_path / "first").fit()
+    changes |= {"Engine.max_steps": 4, "Engine.save_load.lr_schedule": "config"}
+    changes["Engine.save_load.ckpt_dir"] = str(tmp_path / "first")
+    trainer = ppfleetx.Trainer("output", changes, **data, output_dir=tmp_path / "second").fit()
+    told = [record["loss"] for record in trainer.history if record["kind"] == "eval"]
+    assert trainer.evaluate().loss == pytest.approx(told[-1], rel=1e-6)
+
+
 def test_finetuning_as_mindformers_does_it(here: Path, tmp_path: Path) -> None:
     """From the weights that are named, at step 0, with the defaults of `ppfleetx finetune`."""
     args = {"Engine.max_steps": 2, "Engine.eval_freq": 0}
