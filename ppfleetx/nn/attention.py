@@ -76,7 +76,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run :meth:`core`; if configured, the backward pass recomputes it."""
+        """Return the output of attention before the output projection, ``[s, b, width]``. If configured, the
+        backward pass recomputes it."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)

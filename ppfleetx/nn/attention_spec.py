@@ -220,7 +220,8 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Return the operations of the core for the memory simulation (:mod:`ppfleetx.nn.tape`).
+        """Return the operations of the attention core (scores, softmax and context) for the memory simulation
+        (:mod:`ppfleetx.nn.tape`).
 
         Args:
             heads: bytes of the queries, keys and values that are kept for the backward pass.

@@ -53,8 +53,8 @@ class DeferredLogits:
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
-        """Return ``function(logits, labels, mask)`` of each chunk, in order. Call this only while gradients
-        are disabled."""
+        """Call ``function(logits, labels, mask)`` for each chunk, and return the results in order. Use this
+        only while gradients are disabled."""
         return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:

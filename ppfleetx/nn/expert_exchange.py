@@ -52,7 +52,8 @@ class ExpertExchange:
         return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """Gather all ``num_rows`` rows. ``rows`` is this rank's share, as returned by :meth:`own`."""
+        """Gather all ``num_rows`` rows from the ranks that hold shares of them; ``rows`` is this rank's
+        share."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
@@ -127,8 +128,8 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Build the route of a dispatch. All ranks must call this together, because they exchange the
-        numbers.
+        """Build the route of one dispatch. All ranks must call this together, because they exchange their
+        numbers of rows.
 
         Args:
             counts: ``[experts]``, this rank's number of rows for each expert.
@@ -179,8 +180,7 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that any rank of ``emp`` receives. The ranks of ``emp`` slice the same
-        experts."""
+        """Largest number of rows that any rank along ``emp`` receives. These ranks slice the same experts."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -204,7 +204,8 @@ class Route:
 
     @cached_property
     def _as_gathered(self) -> paddle.Tensor:
-        """Indices that undo :attr:`_order`. Rows of padding are not used, and get an arbitrary index."""
+        """Indices that restore the order before the sort by expert (:attr:`_order`), with padding at the end
+        of each rank's rows. Rows of padding are not used, and get an arbitrary index."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -218,8 +219,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Send received rows on to the ranks of their experts. Return the rows that this rank gets, sorted by
-        expert. Ranks that slice the same experts get the same rows."""
+        """Send the rows that this rank received in the exchange between nodes on to the ranks of this node
+        that have their experts. Return the rows that this rank gets, sorted by expert. Ranks that slice the
+        same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -228,8 +230,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Send the experts' outputs back to the ranks that passed the rows to :meth:`spread`. Return those
-        of this rank's rows, in order. Outputs of ranks that slice the same experts are summed."""
+        """Send the outputs of this rank's experts back to the ranks of this node that sent the rows
+        (:meth:`spread`). Return the outputs for the rows that this rank itself sent, in the same order.
+        Outputs of ranks that slice the same experts are summed."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)

@@ -48,8 +48,14 @@ def on_grid(
 
 
 def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
-    """Like :func:`on_grid`, but the bound is multiplied by a learned clipping factor, ``share [1]``. The
-    factor's gradient comes from the elements beyond the bound (PACT: Choi et al., 2018)."""
+    """Round each element of ``x`` to the nearest of ``2^bits - 1`` equidistant values from ``-limit`` to
+    ``limit``, where ``limit = bound * share``. Elements of larger magnitude are clipped.
+
+    Args:
+        bound: float32, broadcast to ``x``; gets no gradient.
+        share: ``[1]``, a learned clipping factor. Its gradient comes from the clipped elements (PACT: Choi et
+            al., 2018).
+    """
     if _has_no_gradient(x) and _has_no_gradient(share):
         return _rounded(x, bound * share.clip(min=_LEAST_SHARE), bits, True)
     return _LearnedClip.apply(x, share, bound, bits)

@@ -1,5 +1,7 @@
-"""Flash attention of Paddle or of a device plugin: limits and calls. Shape letters are those of
-:mod:`ppfleetx.nn.kernels`."""
+"""Flash attention of Paddle or of a device plugin: limits and calls.
+
+Shape letters: s positions, b batch.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,14 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Compute causal attention with flash attention. Values may have a smaller head size than keys."""
+    """Compute causal attention with flash attention. Values may have a smaller head size than keys; the
+    result then has the head size of the values.
+
+    Args:
+        query: ``[b, key/value heads, query heads per key/value head, s, head size]``, as is the result.
+        key, value: ``[b, key/value heads, s, head size]``.
+        document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
+    """
     _, groups, per_group, _, head_dim = query.shape
     value_dim = value.shape[-1]
     if value_dim < head_dim:  # the kernels take one head size

@@ -40,7 +40,13 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Run attention on ``hidden [s, b, h]``; the arguments are those of :meth:`Attention.forward`."""
+        """Run attention on ``hidden [s, b, h]``.
+
+        Args:
+            position_ids: ``[b, s]``.
+            document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
+            cache: compressed vectors and rotary features of earlier positions, to which this call appends.
+        """
         position_ids = self.strategy.positions(position_ids)
         if document_start is not None:
             document_start = self.strategy.positions_inside(document_start)

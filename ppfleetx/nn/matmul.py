@@ -151,8 +151,9 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the argument ``leaf`` of :meth:`apart` for ``parameter``: its detached 16-bit copy if copies
-        are kept, else the detached parameter. In bfloat16 on a CPU, it is always the detached parameter."""
+        """Return the tensor by which to multiply in place of ``parameter`` in :meth:`apart`: its detached
+        16-bit copy if copies are kept, else the detached parameter. In bfloat16 on a CPU, it is always the
+        detached parameter."""
         return parameter.detach() if bfloat16.are_active() else self.value(parameter)
 
     def apart(
@@ -163,7 +164,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter``. The gradient goes to ``leaf``."""
+        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter``. The weight's gradient goes to
+        ``leaf`` instead of ``parameter``."""
         if bfloat16.are_active():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -243,7 +245,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor that products use for ``parameter``. Its gradient reaches the parameter."""
+        """Return the tensor that products use in place of ``parameter``: its 16-bit copy or the parameter
+        itself. In both cases, the gradient reaches the parameter."""
         if self._dtype is None or self._copies is None or bfloat16.are_active():
             return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)

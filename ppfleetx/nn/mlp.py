@@ -59,7 +59,8 @@ def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """Compute :func:`swiglu` with one fused kernel, after a copy that separates gate and up."""
+    """Return silu(gate) * up, computed by one fused kernel after a copy that separates gate and up. The last
+    dimension of ``x [s, b, 2 * ffn]`` alternates gate and up."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])

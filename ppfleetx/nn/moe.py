@@ -236,8 +236,8 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Copy the row ``[h]`` of each position once for each of its kept choices. Return the copies, sorted
-        by expert."""
+        """For each kept choice, copy the position's row from ``rows [positions, h]``. Return the copies,
+        sorted by expert."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
@@ -257,7 +257,8 @@ class Order:
         return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return one copy of a position's row for each of its kept choices, sorted by expert."""
+        """For each kept choice, copy the position's row from ``rows [positions, h]``. Return the copies,
+        sorted by expert."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
@@ -284,8 +285,8 @@ class Order:
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values``, a column sorted by expert, to ``[positions, top_k]``. Dropped choices get
-        arbitrary values."""
+        """Convert ``values``, one per kept choice and sorted by expert, to ``[positions, top_k]``. Dropped
+        choices get arbitrary values."""
         if values.shape[0] == 0:
             return paddle.zeros(self._place.shape, values.dtype)
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)

@@ -145,8 +145,8 @@ def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.
 
 
 def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
-    """Compute :func:`rms_norm` with one fused kernel. ``x`` and ``weight`` have the same dtype. A 16-bit
-    result is rounded only once, after the multiplication by the gain."""
+    """Return ``x / sqrt(mean(x²) + epsilon) * weight``, computed by one fused kernel. ``x`` and ``weight``
+    have the same dtype. A 16-bit result is rounded only once, after the multiplication by ``weight``."""
     of_plugin = plugin_operator("rms_norm_npu")
     if of_plugin is not None:  # its gain gradient is float32; the gradient of cast converts it
         return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]

@@ -92,7 +92,7 @@ class ParamSpec:
         return view_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:
-        """Return the placement of the value along ``axis``."""
+        """Return the placement of the parameter's value along ``axis``."""
         return self.value.get(axis, REPLICATE)
 
     def sums(self, axis: str) -> bool:
@@ -257,6 +257,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Remove duplicates from the groups that :func:`gradient_sums` returned for several parameters, and sort
-    them in the order in which gradients are summed."""
+    """Remove duplicates from groups over which gradients are summed, each given by its axes, and sort them in
+    the order in which the sums are done."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

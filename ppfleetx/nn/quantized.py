@@ -52,7 +52,8 @@ def unpack(packed: paddle.Tensor) -> paddle.Tensor:
 
 
 class QuantizedMatrix:
-    """A constant matrix of 8-bit or 4-bit integers and scales. The module docstring describes the storage."""
+    """A constant matrix of 8-bit or 4-bit integers and scales, stored as :mod:`ppfleetx.nn.quantized`
+    describes."""
 
     def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
         self.weight, self.scale, self.form = weight, scale, form
@@ -113,7 +114,7 @@ class QuantizedMatrix:
 
     @property
     def panel_format(self) -> str:
-        """Format of :meth:`panels`, one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`."""
+        """Name of the format of :meth:`panels`, one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`."""
         weights = "int4" if self.form.bits == 4 else "int8"
         return f"{weights}_int8" if self.rounds_activations else weights
 
@@ -150,9 +151,8 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
-        If the inputs are quantized too, the matrix may still lack its scales: multiply by it only in
-        :meth:`rescaled`, which applies them.
-        """
+        If inputs are rounded too, the returned matrix may lack the scales: multiply by it only through
+        :meth:`rescaled`, which applies them."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)

@@ -44,8 +44,8 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor of the scores in DeepSeek's latent attention with scaled rotary frequencies. The
-    factor of :func:`attention_factor` applies in addition."""
+    """Return the factor of the scores in DeepSeek's latent attention with scaled rotary frequencies. It
+    applies in addition to the factor of cos and sin (:func:`attention_factor`)."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2

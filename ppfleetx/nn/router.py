@@ -86,8 +86,12 @@ def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.T
 
 
 def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
-    """Return the balancing loss of each sequence, ``[b]`` (Wang et al., 2024). ``sums`` is the result of
-    :func:`sequence_sums`, summed over the ranks that share the sequences."""
+    """Return the balancing loss of each sequence, ``[b]`` (Wang et al., 2024).
+
+    Args:
+        sums: ``[b, 2 * experts + 1]``, choices per expert, scores per expert and number of positions
+            (:func:`sequence_sums`), summed over the ranks that share the sequences.
+    """
     experts = (sums.shape[-1] - 1) // 2
     choices, scores, positions = sums.split([experts, experts, 1], -1)
     positions = positions.clip(min=1.0)

@@ -119,7 +119,8 @@ class LayerFactory(Protocol):
         """Make a linear layer; see :class:`LinearSpec` for its slicing."""
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
-        """Make the linear layers of this rank's experts, or its slices of them."""
+        """Make the linear layers of the experts on this rank. If experts are sliced, they hold this rank's
+        slices."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """Make a linear's fake quantizer. With ``follows``, training updates the scale of its input."""
@@ -166,7 +167,7 @@ class LayerFactory(Protocol):
         """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the part of ``values`` at this rank's positions: the inverse of :meth:`all_positions`."""
+        """Return the part of ``values [s, ...]``, which cover whole sequences, at this rank's positions."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

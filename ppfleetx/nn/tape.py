@@ -89,8 +89,8 @@ class Tape:
         """Return the peak memory of the forward pass in bytes, not counting the inputs.
 
         Args:
-            values: bytes of parameters while sharding stage 3 has fetched them, added to each step that uses
-            some.
+            values: bytes of the parameters that sharding stage 3 has fetched. They are added only while
+                operations that use parameters run.
         """
         with_values, without = self._forward_peaks
         return max(with_values + values, without)
@@ -127,8 +127,8 @@ class Tape:
 
         Args:
             first: whether this is the first micro batch, for which parameter gradients are allocated.
-            values: bytes of parameters while sharding stage 3 has fetched them, added to each step that uses
-            some.
+            values: bytes of the parameters that sharding stage 3 has fetched. They are added only while
+                operations that use parameters run.
         """
         with_values, without = self._backward_peaks[not first]
         return max(with_values + values, without)

@@ -30,8 +30,8 @@ def token_scores(
         logits: ``[s, b, columns]``. Columns from ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         mask: ``[b, s]``; only positions where the mask is not 0 are scored.
-        group: the ranks that divide the columns, as in :func:`ppfleetx.nn.loss.token_loss`. All of them get
-            the same results.
+        group: the ranks that divide the columns of the logits equally, in order of rank. All of them get the
+            same results. None: this rank has all columns.
 
     Returns:
         Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.

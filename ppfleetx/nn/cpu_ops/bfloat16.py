@@ -18,8 +18,8 @@ _entered = False
 
 @contextmanager
 def products() -> Iterator[None]:
-    """Context manager in which layers compute products with weights by :func:`matmul`, like ``auto_cast`` on
-    a GPU. Backward passes use the same kind of product as their forward passes."""
+    """Context manager in which layers compute products with weights in bfloat16 (:func:`matmul`), like
+    ``auto_cast`` on a GPU. Backward passes use the same kind of product as their forward passes."""
     global _entered
     before, _entered = _entered, True
     try:
@@ -29,7 +29,7 @@ def products() -> Iterator[None]:
 
 
 def are_active() -> bool:
-    """Return whether :func:`products` is active."""
+    """Return whether layers compute products with weights in bfloat16, that is, inside :func:`products`."""
     return _entered
 
 

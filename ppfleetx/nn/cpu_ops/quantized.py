@@ -73,7 +73,8 @@ def product(
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
-    """Pad ``matrix`` with zeros to multiples of ``multiple`` rows and :data:`WIDTH` columns."""
+    """Pad ``matrix`` with zeros, until ``multiple`` divides its number of rows and :data:`WIDTH` its number
+    of columns."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
     if not below and not right:
