@@ -119,8 +119,8 @@ class ParallelContext:
         return replace(self, groups={**self.groups, **made})
 
     def levels_of(self, axis: str) -> tuple[Any, Any] | None:
-        """Return this rank's groups (between nodes, within its node) along ``axis``; None if
-        :meth:`with_levels` has created none."""
+        """Return this rank's two groups for an all-to-all along ``axis`` in two levels: between nodes, and
+        within its node. None if :meth:`with_levels` has not created them."""
         between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
         return None if between is None else (between, within)
 

@@ -25,8 +25,9 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """Raised on the ranks of a job because one of them raised a :class:`UserError`, with the message of
-    :func:`joint_message`. A rank whose own error has exactly this message raises its own error instead."""
+    """Raised on the ranks of a job because at least one rank raised a :class:`UserError`. The message is that
+    of the first such rank; :func:`joint_message` may put the numbers of the ranks before it. A rank whose own
+    error has exactly this message raises its own error instead."""
 
 
 def beat_seconds() -> float:
@@ -60,9 +61,9 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: a UserError that one rank raises inside is raised on all ranks. The code inside must
-    not communicate. If only some ranks fail with the message, it begins with their numbers, unless
-    ``name_ranks`` is False."""
+    """Context manager: a UserError that one rank raises inside is raised on all ranks. Its message begins
+    with the numbers of the ranks that failed with it, unless all ranks did or ``name_ranks`` is False. The
+    code inside must not communicate."""
     error: UserError | None = None
     try:
         yield

@@ -159,7 +159,8 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return for how many seconds the caller may sleep before it must call :meth:`is_over` again."""
+        """Return for how many seconds the caller may sleep before it must ask again whether the time is
+        over (:meth:`is_over`)."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 

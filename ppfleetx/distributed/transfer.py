@@ -41,8 +41,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Record progress: the host begins a micro batch. While :func:`read` waits, it records progress again
-    when the card begins that micro batch."""
+    """Record progress: the host begins a micro batch. The card may begin it later, while :func:`read` waits
+    for the card. :func:`read` then records progress again."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():

@@ -133,8 +133,8 @@ def fused_adamw(
 
 def _powers(views: list[ParamView]) -> list[Powers]:
     """Return a pair for each parameter: its powers of beta1 and beta2. Parameters with equal pairs are
-    updated in one fused call. On a CPU, every pair is (0, 0), because
-    the kernel there updates parameters with different powers in one call."""
+    updated in one fused call. On a CPU, every pair is (0, 0), because the kernel there updates parameters
+    with different powers in one call."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

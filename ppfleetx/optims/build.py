@@ -32,8 +32,8 @@ def build_optimizer(
         width_multiplier: model width divided by ``Model.mup_base_width``, the width of the base model.
 
     Raises:
-        ConfigError: the optimizer is not registered, was registered with a wrong number of states, or needs
-            whole matrices, which cannot be gathered in host memory.
+        ConfigError: the optimizer is not registered, or was registered with a wrong number of states. Or it
+            needs whole matrices, but tensor parallelism splits them and the states are kept in host memory.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)

@@ -114,7 +114,8 @@ class Optimizer:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """Return the state tensors by (canonical name, state name). Missing ones are created."""
+        """Return the optimizer's state tensors by (canonical parameter name, state name). Missing ones are
+        created. Master weights are included."""
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}

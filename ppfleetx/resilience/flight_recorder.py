@@ -103,7 +103,8 @@ class CallRecord:
     @contextlib.contextmanager
     def asking(self, *, only: bool = False) -> Iterator[None]:
         """Context manager for collectives that only poll other ranks, which the watchdog does not count as
-        progress. ``only`` says whether the program does nothing else inside the block."""
+        progress. ``only`` says that the program does nothing else inside the block; it then counts as waiting
+        between two polls, too."""
         before = self._asks, self._only_asks
         self._asks, self._only_asks = True, only
         try:

@@ -36,7 +36,9 @@ class CallNote:
     """One collective or message in a hang report.
 
     Attributes:
-        operation, number, asks: as in :class:`~ppfleetx.resilience.flight_recorder.Call`.
+        operation: name of the operation, such as ``all_reduce``.
+        number: number of the call in its group, from 0. Messages to and from each rank are counted
+            separately.
         peer: the rank of the job to which a message is sent or from which it comes; -1 for a collective.
         group: name and ranks of the process group, such as "the mp group [0..3]".
         group_id: Paddle's number of the process group, the same on all ranks.
@@ -44,6 +46,7 @@ class CallNote:
         shape: shape of this rank's input tensor; None if there is none.
         seconds_ago: time from the start of the call to the report.
         state: ``in the call``; ``called`` if the call has returned and the operation continues; or ``done``.
+        asks: whether the call only polls other ranks.
     """
 
     operation: str
@@ -60,8 +63,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key under which the other ranks count this call in :attr:`Report.counts`. For a send or
-        receive, the number of this rank must be appended."""
+        """The key of this call in :attr:`Report.counts` of the other ranks, such as ``5`` for a collective of
+        process group 5. For a message, the key begins as ``5<`` or ``5>``, and the caller must append this
+        rank's number in the job."""
         if self.peer < 0:
             return str(self.group_id)
         # The other rank counts a send of this rank as a receive, and the reverse.
@@ -183,9 +187,16 @@ def capture_report(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """Make the hang report of this rank. ``quiet`` is the number of seconds since its last progress.
-    ``failed`` is the error that ends the rank, or None. ``timeout``, ``works``, ``computes`` and ``lost`` are
-    attributes of :class:`Report`."""
+    """Make the hang report of this rank.
+
+    Args:
+        quiet: seconds since this rank last made progress.
+        timeout: seconds without progress after which a rank counts as hung.
+        works: whether the rank's CPU or file activity counts as progress.
+        computes: whether the rank uses the CPU, even if this has lasted too long to count as progress.
+        failed: the error that ends the rank, or None.
+        lost: whether ``failed`` only says that another rank has ended.
+    """
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     if failed is not None:

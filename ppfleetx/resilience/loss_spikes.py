@@ -61,8 +61,9 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """The cause of the spike. ``data`` (the data or the model): computing the step again gave nearly the
-        same values. ``machine``: it gave others. ``unknown``: the step was not computed again."""
+        """The cause of the spike, found by computing the step again: ``data`` (the data or the model) if the
+        values were nearly the same, ``machine`` if they differed, and ``unknown`` if the step was not
+        computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
@@ -166,7 +167,8 @@ class SpikeGuard:
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned. With an empty ``state``, the guard starts anew."""
+        """Restore the guard's record of the last steps, as :meth:`state` returned it. With an empty
+        ``state``, the guard starts anew."""
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
         self._losses = deque(losses, maxlen=self._options.window)

@@ -36,7 +36,8 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread that accesses the directory. Call it early: at exit, Python starts no threads."""
+        """Start the thread that accesses the directory of hang reports. Call it early: at exit, Python starts
+        no threads."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
@@ -93,8 +94,8 @@ class ReportDir:
         self._do_in_thread(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do_in_thread(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
-        """Call ``act`` in the thread that accesses the directory, and return its result; None if it fails or
-        takes too long. With ``creates``, the directory is created first if it does not exist."""
+        """Call ``act`` in the thread that accesses the directory of hang reports, and return its result; None
+        if it fails or takes too long. With ``creates``, create the directory first if it does not exist."""
         if self._is_dead:
             return None
         self.open()

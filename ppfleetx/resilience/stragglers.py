@@ -50,13 +50,14 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The slow ranks that were found over the last ``steps`` steps, which end with step ``step``.
+    """The slow ranks that were found over the last ``steps`` steps, which end with step ``step``. A rank's
+    *own time* is the part of a step in which it does not wait for other ranks.
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
         cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow. It is the
-            largest excess of a rank's own time over the usual one.
-        slowest: the slow ranks, those that work longest without waiting first.
+            largest difference between the own time of a slow rank and the usual own time.
+        slowest: the slow ranks, those with the longest own time first.
     """
 
     step: int
@@ -91,13 +92,14 @@ class StragglerTable:
 
     @property
     def own(self) -> list[int]:
-        """The three times that :meth:`took` recorded, in microseconds, to be sent to the other ranks."""
+        """The times of this rank's last step in microseconds, to be sent to the other ranks: total, waiting
+        for data, waiting for other ranks."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add the times of one step, int64 ``[rank, 3]``: row r is what :attr:`own` returned on rank r. All
-        ranks must call this. After every ``every`` steps, :attr:`found` has the slow ranks, if there are any;
-        at other times, it is None."""
+        """Add the times of one step, int64 ``[rank, 3]``: for each rank, the microseconds of the step, of
+        waiting for data, and of waiting for other ranks (:attr:`own`). All ranks must call this. After every
+        ``every`` steps, :attr:`found` has the slow ranks, if there are any; at other times, it is None."""
         self.found = None
         if not self._every or not times.any():
             return

@@ -59,7 +59,8 @@ class Limits:
 
 
 def own_process() -> tuple[str, int, float]:
-    """Return this process's machine, process id and start time, for :func:`remember_peers`."""
+    """Return this process's machine, process id and start time, to be gathered from all ranks for
+    :func:`remember_peers`."""
     return machine(), os.getpid(), birth_of(os.getpid())
 
 
@@ -126,7 +127,7 @@ class Watchdog:
 
     @property
     def _longest_computing(self) -> float:
-        """For how many seconds CPU use alone counts as progress."""
+        """Return for how many seconds CPU use alone counts as progress."""
         limits = self._limits
         # There is no limit at the start, which may take long, nor for a single process, for which nobody
         # waits.
@@ -135,8 +136,8 @@ class Watchdog:
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Notice if the process was suspended, and do not count that time. ``seconds`` is how long the
-        watchdog has just slept."""
+        """If the process was suspended while the watchdog slept, do not count that time as time without
+        progress. ``seconds`` is how long the watchdog's last sleep took."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
@@ -358,6 +359,7 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Give the watchdog the result of :func:`own_process` on each rank of the job."""
+    """Tell the watchdog which process each rank is, so that hang reports can say why one does not respond.
+    ``processes`` has the result of :func:`own_process` on each rank."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}

@@ -64,7 +64,8 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Call :func:`prepare` if this process runs ``python -m paddle.distributed.launch``."""
+    """If this process runs ``python -m paddle.distributed.launch``, make this launcher usable without a GPU
+    (:func:`prepare`)."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
@@ -218,8 +219,8 @@ class _Log:
         self._rest: BinaryIO | None = None
 
     def follow(self, controller: Any) -> bool:
-        """Open the log if the launcher has created it, and after a signal print what the launcher has not
-        shown. Call this repeatedly. Returns whether the log exists."""
+        """Open the first rank's log if the launcher has created it, and after a signal print the part of it
+        that the launcher has not shown. Call this repeatedly. Returns whether the log exists."""
         containers = controller.pod.containers
         opened = getattr(containers[0], "_log_handler", None) if containers else None
         with self._lock, contextlib.suppress(OSError, ValueError):  # the file or terminal may be closed
@@ -305,8 +306,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Return a sentence with advice that says what the launcher is waiting for. The second result is True
-        if a program that is not a launcher answers at the address where the nodes meet."""
+        """Return what the launcher is waiting for and what the user can do, as text. The second result is
+        True if a program that is not a launcher answers at the address where the nodes meet."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()

@@ -71,7 +71,8 @@ def may_end_process() -> bool:
 
 def decide_end() -> None:
     """Record that a thread, such as the watchdog, is about to end this process. If another process of the job
-    is lost from now on, this process does not report that at once, because it is only a consequence."""
+    is lost from now on, this process does not report that at once, because the other one has presumably ended
+    for the same reason."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -80,10 +81,10 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """End this process after the ``grace`` seconds of :func:`end_with_peers`, because another process of the
-    job is gone. This function returns at once. At the end, ``sentence`` is printed and ``say_goodbye``
-    called. Does nothing if :func:`end_with_peers` was not called, or if this process is already about to
-    end."""
+    """End this process, after a delay, because another process of the job is gone. The delay is the ``grace``
+    of :func:`end_with_peers`; this function itself returns at once. At the end, ``sentence`` is printed and
+    ``say_goodbye`` called. Does nothing if :func:`end_with_peers` was not called, or if this process is
+    already about to end."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))

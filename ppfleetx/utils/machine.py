@@ -75,7 +75,8 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """Apply :func:`back_by_huge_pages` to all large blocks of memory that this process has allocated."""
+    """Ask Linux to use huge pages for all large blocks of memory that this process has allocated
+    (:func:`back_by_huge_pages`)."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -164,8 +165,8 @@ def _queued_seconds() -> float:
 
 
 class WorkMeter:
-    """Measures whether this process computes, and whether it reads or writes files. The function ``watching``
-    returns CPU seconds to leave out, such as those of the thread that measures."""
+    """Measures whether this process computes, and whether it reads or writes files. ``watching`` is a
+    function that returns how many CPU seconds to leave out, such as those of the thread that measures."""
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
         self._watching = watching

@@ -43,7 +43,7 @@ class ProgressBar:
             self._drawing.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
-        """Add ``amount`` to what is done. ``text``, if given, replaces the text at the end of the bar."""
+        """Advance the bar by ``amount``. ``text``, if given, replaces the text at the end of the bar."""
         if self._drawing is not None:
             self._drawing.advance(amount, text)
 

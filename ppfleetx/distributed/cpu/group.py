@@ -198,8 +198,8 @@ class CpuProcessGroup:
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
         """Send ``tensors[i]`` from member ``src`` to member i, which receives it in ``out``. A single tensor
-        is cut into equal parts. Without ``sync_op``, the order of the arguments is that of Paddle's older
-        interface: input, output."""
+        is cut into equal parts. The arguments are (out, tensors, src, sync_op) or, as in Paddle's older
+        interface, (tensors, out, src)."""
         # Paddle's older interface
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
@@ -438,8 +438,8 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """The steps of a reduce-scatter: send ``pieces[m]`` to each member m, and reduce what all members
-        have for this member into ``out``."""
+        """The steps of a reduce-scatter: send ``pieces[m]`` to each member m, and reduce the pieces
+        that all members have for this member into ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)

@@ -36,7 +36,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     this machine's IP address, at which the others can connect.
 
     Raises:
-        ConfigError: this process cannot listen on ``address``, or :func:`meet` raises it.
+        ConfigError: this process cannot listen on ``address``, or the environment does not say where the
+            ranks meet, or sets a time limit that is not valid.
         StartError: a rank does not arrive in time, does not answer, or has the wrong token.
     """
     try:

@@ -65,8 +65,9 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank to all other ranks of the job. ``timeout`` limits each later wait for a rank, in
-        seconds (0: no limit). See :func:`connect_ranks` for ``address`` and the errors."""
+        """Connect this rank to all other ranks of the job. ``address`` is this machine's IP address, at which
+        the others can connect. ``timeout`` limits each later wait for a rank, in seconds (0: no limit).
+        Raises ConfigError or StartError if the ranks cannot connect (:func:`connect_ranks`)."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
