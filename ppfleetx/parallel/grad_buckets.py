@@ -49,8 +49,8 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Report that the gradients of ``parameters`` now include ``passes`` of the backward passes of this
-        step, and send the buckets that are complete. Missing gradients are sent as zero."""
+        """Report that ``passes`` backward passes of this step are complete for ``parameters``, and send the
+        buckets that are complete. Missing gradients are sent as zero."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)

@@ -86,8 +86,9 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Group parameters by process group. Returns (process group, parameters) pairs in the order in which
-        the collectives run. ``axes_of`` returns a parameter's process groups, each as a tuple of axes."""
+        """Group this rank's parameters by process group. Returns (process group, parameters) pairs in the
+        order in which the collectives run. ``axes_of`` returns the process groups of a parameter, several or
+        none, each as a tuple of axes."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -152,8 +153,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return what ``chosen`` says of ``parameter`` on this rank. ``chosen`` is :func:`counts` or
-        :func:`writes` of ``nn/param_spec.py``."""
+        """Return the result of ``chosen`` for ``parameter`` on this rank. ``chosen`` decides whether a rank
+        counts a parameter in the gradient norm, or whether it writes it into checkpoints."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -161,8 +162,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of those ``parameters`` that training steps currently use. A gradient that no
-    backward pass produced is zero."""
+    """Return the gradients of the ``parameters``, without those that training steps do not use at present. A
+    gradient that no backward pass produced is zero."""
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 

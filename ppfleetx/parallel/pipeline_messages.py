@@ -24,8 +24,8 @@ _ODD = ("recv prev", "send next", "recv next", "send prev")
 
 
 def take_turns() -> None:
-    """Patch Paddle's pipeline schedules so that messages start in the order of :func:`ordered`, and two
-    neighbors never both begin with a receive."""
+    """Patch Paddle's pipeline schedules so that, of two neighbors that exchange messages, one sends first and
+    the other receives first. If both did the same first, they could deadlock on device plugins."""
     if not hasattr(p2p_communication.batch_send_recv_on_calc_stream, "in_any_order"):
         batch = p2p_communication.batch_send_recv_on_calc_stream
 

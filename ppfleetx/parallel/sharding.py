@@ -161,8 +161,8 @@ class Sharding:
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
         """Register hooks that send the gradients of each layer at the end of its backward pass. Does nothing
-        in stage 1. ``when_complete(function)`` must call ``function`` when the weights of the current layer
-        have their gradients."""
+        in stage 1. ``when_complete`` takes a function, and must call it when all weights that the backward
+        pass has reached have their gradients."""
         if self._order is None:
             return
         followed: set[int] = set()
@@ -189,7 +189,8 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call`` immediately or, if ``can_wait``, at the end of the backward pass."""
+        """Run ``call``, which needs the gradients of a layer's weights. With ``can_wait``, run it at the end
+        of the backward pass, otherwise immediately."""
         # The gradients of the weights may be incomplete when that of the layer's input exists: Paddle may add
         # to them later if a cast, for example, comes before the product. More than two such operators end the
         # run with an error in stage 3, where only the first layer can wait: ranks must send the gradients of

@@ -98,7 +98,8 @@ class StepRunner(ABC):
         optimizer: None for a runner that only evaluates.
 
     Attributes:
-        checks: the value of ``Engine.checks``. ``off`` turns NonFiniteError off if there is no loss scaling.
+        checks: the value of ``Engine.checks``. With ``off``, non-finite numbers are only an error if there is
+            loss scaling.
         before_update: called in each step before parameters and optimizer states change.
         judge: an optional function that can reject the update of a step (:data:`Judge`).
     """
@@ -145,9 +146,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return this rank's part of the numbers by which the step's loss and metrics are divided; the step
-        sums them over the job. The first is the number of tokens or examples in the loss. If metrics are
-        declared, the numbers of tokens and of sequences follow."""
+        """Return this rank's numbers of tokens, examples or sequences. Their sums over the job are the
+        divisors of the step's loss and metrics. The first is the number of tokens or examples in the loss. If
+        metrics are declared, the numbers of tokens and of sequences follow."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -291,7 +292,8 @@ class StepRunner(ABC):
         return None if self._precision.scaler is None else self._precision.scaler.state()
 
     def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
-        """Restore a saved :meth:`scaler_state`. Does nothing without loss scaling or if ``state`` is None."""
+        """Restore the state of the loss scale from a checkpoint. Does nothing without loss scaling or if
+        ``state`` is None."""
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
@@ -340,7 +342,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run the forward passes of an evaluation, and add losses and metrics to the sums of the step."""
+        """Run the forward passes of an evaluation batch, and add losses and metrics to this rank's sums."""
 
     def _count_over_job(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         return self._ctx.sum_over(DATA_AXES, *self.count(micro_batches))

@@ -62,8 +62,8 @@ class StepSums:
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """Decode the vector of :meth:`over_job` into the loss sum and the metrics whose count is above 0.
-        Raises ConfigError on all ranks if a rank reported an undeclared metric."""
+        """Return the loss sum and the metrics whose count is above 0, from the values of the vector that
+        :meth:`over_job` returns. Raises ConfigError on all ranks if a rank reported an undeclared metric."""
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
@@ -159,7 +159,8 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """Balance the routers after an applied update, and warn about experts that got no positions."""
+        """Balance the routers by the expert loads of a step whose update was applied. Also warn about experts
+        that got no positions for many steps."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

@@ -93,8 +93,8 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """A broadcast of ``parameters`` in progress. ``flat`` holds their values, and ``offsets`` says where each
-    begins."""
+    """An unfinished broadcast of the values of ``parameters``. ``flat`` holds all values, and ``offsets``
+    says where those of each parameter begin."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]

@@ -134,8 +134,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _checkpoint_at(place: str) -> Iterator[Path]:
-    """Yield the directory of the checkpoint that the path refers to, with symbolic links resolved. Yields
-    nothing if there is none."""
+    """Yield the directory of the checkpoint at the path ``place``, with symbolic links resolved. Yields
+    nothing if there is no checkpoint."""
     with contextlib.suppress(CheckpointError):  # the code that loads it reports the error
         yield resolve_checkpoint(place).resolve()
 
@@ -183,8 +183,8 @@ def _refuse_names_in_use(
 
 
 def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the checkpoints ``leaving``, and the metrics of the run ``earlier``. If ``earlier`` is None, the
-    metrics are kept."""
+    """Delete the checkpoints that ``leaving`` lists, and the metrics of the run ``earlier``. If ``earlier``
+    is None, the metrics are kept."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):

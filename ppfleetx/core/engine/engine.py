@@ -59,9 +59,9 @@ class Engine:
         samples_per_epoch: number of samples in one pass over the training split.
         length: number of steps to train, and the intervals of evaluations and checkpoints.
         new_evaluator: creates the evaluator for one evaluation set.
-        go_back: called after a loss spike with the engine and the number of samples to skip from the start of
-            the training order. Loads the run's last checkpoint, and returns the batches after the skipped
-            samples; None if there is no checkpoint.
+        go_back: a function that loads the run's last checkpoint after a loss spike. Its arguments are the
+            engine, and the number of samples to skip from the start of the training order. It returns the
+            batches after the skipped samples; None if there is no checkpoint.
         pruning: prunes the model while it trains; None for no pruning.
     """
 

@@ -25,7 +25,8 @@ class TrainState:
         skipped_steps: number of steps without an update, because gradients overflowed or the loss or the
             gradient norm was a spike.
         evaluated_step: step of the last complete evaluation.
-        best: best evaluation result so far, by ``Engine.save_load.keep_best``; larger is better.
+        best: best evaluation result so far: the negative loss or the mean of the metrics, as
+            ``Engine.save_load.keep_best`` says. Larger is better.
         best_step: step of that result.
         spikes: losses and gradient norms of the last steps, from which loss spikes are detected.
     """
@@ -112,7 +113,7 @@ class TrainingLength:
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
         """Return whether a run that continues from ``state`` will complete optimizer step ``step`` in epoch
-        ``epoch``, and so may save a checkpoint with this name."""
+        ``epoch``. Only then may it save a checkpoint with these numbers in its name."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

@@ -156,9 +156,9 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if the model has fake quantization and the checkpoint has not, or the
-        reverse. The first is allowed with ``may_be_new`` or ``allow_missing``, the second with
-        ``allow_extra``. ``held`` lists the model's parameters for fake quantization."""
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization. The former is
+        allowed with ``may_be_new`` or ``allow_missing``, the latter with ``allow_extra``. ``held`` lists the
+        model's parameters for fake quantization."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(

@@ -133,8 +133,9 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 def base_of(cfg: RunConfig) -> Path | None:
     """Return the checkpoint ``Model.lora.base``, which has the frozen base weights of adapters; None if it is
-    not set. If this is the output directory and the run resumes, another run's newest checkpoint there is
-    preferred, because the run's own ones have adapters. Raises CheckpointError if there is no checkpoint."""
+    not set. It may be the output directory itself. If the run then resumes, the newest checkpoint of another
+    run there is taken, if there is one, because the run's own checkpoints have adapters. Raises
+    CheckpointError if there is no checkpoint."""
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None

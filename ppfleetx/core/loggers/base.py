@@ -52,4 +52,4 @@ class LogWriter:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned. Called before :meth:`start`."""
+        """Restore the writer's state from a checkpoint. Called before :meth:`start`."""

@@ -168,8 +168,8 @@ class RunningSequence:
         return len(self.drafts)
 
     def adapt_drafts(self, right: int, most: int) -> None:
-        """Discard the draft tokens, of which ``right`` were accepted. Then set the number of tokens to draft
-        for the next pass, at most ``most``."""
+        """Discard the draft tokens after a pass that accepted ``right`` of them. Then adapt the number of
+        tokens to draft for the next pass, at most ``most``."""
         if self.drafts:
             self._width = next_width(self._width, right, most, right == len(self.drafts))
         self.drafts = []

@@ -225,7 +225,8 @@ class Scheduler:
         self, rows: Sequence[RunningSequence], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
         """Choose the new tokens of each sequence: the draft tokens that are accepted, and one more. Also
-        return the events for the clients. ``logits`` are those of :meth:`_next_logits`."""
+        return the events for the clients. ``logits`` is ``[1 + s, b, V]``: the logits after the last token of
+        each sequence, then after each of its s draft tokens."""
         new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(rows)))

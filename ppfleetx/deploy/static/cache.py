@@ -25,8 +25,8 @@ class LoopCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         """Append ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head size],
-        to those of layer ``layer_index``. Returns the keys and values of all positions, and None instead of a
-        mask. Call it once for each layer, in model order."""
+        to those of layer ``layer_index``. Returns the keys and values of all positions, and None, because
+        this cache brings no attention mask. Call it once for each layer, in model order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)

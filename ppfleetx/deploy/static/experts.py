@@ -58,7 +58,7 @@ class GroupedMatrix:
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
     """Repeat the row ``values[e]`` of each expert e ``counts[e]`` times. ``values`` is [experts, outputs].
-    The result is [rows, outputs], with as many rows as ``x``."""
+    The result is [rows, outputs]. The number of rows is that of ``x``, the sum of ``counts``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 

@@ -37,15 +37,15 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Add the operations that prepare this matrix to the program. Call it at the beginning of the
+        """Add to the program the operations that prepare this matrix. Call it at the beginning of the
         program, outside of conditionals and loops."""
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x @ weight + bias``. If panels are used, ``x`` must be 2-D, or 3-D with size 1 in the
-        axis ``single_axis``."""
+        """Compute ``x @ weight + bias``. If products use the copy of the matrix in groups of columns
+        (``panels``), ``x`` must be 2-D, or 3-D with size 1 in the axis ``single_axis``."""
         if self.panels is None:
             return F.linear(x, self.weight, bias)
         columns = self.weight.shape[1]
@@ -166,8 +166,9 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add to the program the operations that convert the weights of ``blocks`` for its products. Call it
-    after :func:`begin`, outside of conditionals and loops. Does nothing if ``blocks`` is None."""
+    """Add to the program the operations that bring the weights of ``blocks`` into the form that the C++
+    operation reads. Call this after :func:`begin`, outside of conditionals and loops. Does nothing if
+    ``blocks`` is None."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 

@@ -141,7 +141,8 @@ def _save(program: GenerationProgram, path: Path) -> None:
 
 class GenerationProgram(nn.Layer):
     """The layer that is exported: it maps a batch of prompts to their continuations. Tokens after the end of
-    a sequence are meaningless. The constructor replaces the model's linear layers.
+    a sequence are meaningless. The constructor changes the model: it replaces linear and expert layers by
+    exportable ones.
 
     Args:
         use_panels: whether the program may copy weight matrices into a layout that is faster on a CPU.
@@ -290,10 +291,16 @@ class GenerationProgram(nn.Layer):
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
         """Run the decoding loop for a single sequence without padding. Returns the prompt and the new tokens
-        as one vector. For the other arguments, see ``_decode``.
+        as one vector.
 
         Args:
+            token: the first new token, ``[1]``.
+            limits: the maximum number of new tokens, ``[1]``.
+            rules: the inputs end_ids, min_new_tokens and repetition_penalty (see :data:`INPUTS`).
+            sampling: the inputs exponentials (random numbers), temperature, top_k and top_p.
             max_drafts: maximum number of draft tokens per pass for prompt lookup, ``[1]``.
+            panels: copies of the weight matrices in a layout that makes products faster. If empty, the
+                original matrices are used.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
@@ -440,6 +447,7 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace a ``top_p`` of 1 or more by 2, so that every token is kept."""
+    """Replace a ``top_p`` of 1 or more, which means no limit, by 2, so that rounding errors cannot remove
+    tokens."""
     # With 1, tokens could be lost, because the rounded cumulative sum of probabilities can reach 1 too early.
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -46,8 +46,9 @@ def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """Return the number of tokens to draft in the next pass, ``[1]``, as in
-    :func:`ppfleetx.generation.speculative_decoding.next_width`."""
+    """Return the number of tokens to draft in the next pass, ``[1]``. If ``right``, the number of accepted
+    draft tokens, is at least ``width``, the number for the last pass, it is twice ``width``, at most
+    ``most``. Otherwise it is ``right``, at least 1."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 

@@ -31,8 +31,8 @@ class HiddenState(NamedTuple):
 
     Attributes:
         hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
-        position_ids: ``[b, s]``; None if the blocks do not need them. For LongRoPE, they are results of
-            :func:`~ppfleetx.nn.rope.places`.
+        position_ids: ``[b, s]``; for LongRoPE, indices of rows of its cos and sin tables
+            (:func:`~ppfleetx.nn.rope.places`). None if the blocks do not need them.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 
@@ -42,7 +42,8 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
-        """Rebuild the hidden state from a tuple made by :meth:`pack`."""
+        """Rebuild the hidden state from a tuple of those of its tensors that are not None.
+        ``carries_positions`` is whether position ids are among them."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
         return cls(hidden, position_ids, rest[0] if rest else None)
@@ -239,8 +240,9 @@ class LanguageHead(ChunkedHead):
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
         """Return the logits ``[s, b, V]``; under tensor parallelism, only this rank's columns. If the loss is
-        computed in chunks, return :class:`DeferredLogits` instead. Only :class:`DeferredLogits` passes
-        ``target``."""
+        computed in chunks, return :class:`DeferredLogits` instead, which later calls the head with a
+        ``target``. That call returns the loss or, if gradients are disabled, a list with the result of each
+        chunk."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):

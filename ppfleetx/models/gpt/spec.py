@@ -180,8 +180,8 @@ class HeadSpec:
 
     Attributes:
         num_outputs: vocabulary size or number of classes. Further columns of the matrix are padding.
-        linear: the head's own matrix; None if the head is tied. ``cut="whole"`` in it makes a classification
-            head.
+        linear: the head's own matrix; None if the head is tied. If its ``cut`` is ``"whole"``, the head is a
+            classification head.
         words: the word embedding that a tied head uses; None if the head is not tied.
         loss_chunks: number of chunks of positions in which logits and loss are computed.
         softcap: soft cap of the logits; None: no cap.

@@ -75,5 +75,6 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned, maybe under another parallel plan. Called before
-        ``on_fit_start``, on every rank where the callback runs, if the checkpoint has a state for it."""
+        """Restore the callback's state from a checkpoint, which may have been saved under another parallel
+        plan. Called before ``on_fit_start``, on every rank where the callback runs, if the checkpoint has a
+        state for it."""

@@ -20,7 +20,7 @@ _KEY = "Engine.callbacks"
 
 class CallbackList:
     """The callbacks that run on this rank, in the order of ``Engine.callbacks``. ``named`` has (name,
-    callback) pairs. A callback's state is saved under the name."""
+    callback) pairs. Checkpoints store each callback's state under its name."""
 
     def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
         self.named = list(named)
