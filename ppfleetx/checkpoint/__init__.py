@@ -14,13 +14,15 @@ class ForeignFormats:
     """Interface to the readers of other programs' checkpoint formats. This base class reads none."""
 
     def described(self, path: Path) -> str | None:
-        """Say what another program's checkpoint is, and how to convert it; None if ``path`` is not one."""
+        """Return a text that says which program's checkpoint ``path`` is and how to convert it; None if it is
+        not recognized or needs no conversion."""
 
     def is_readable(self, path: Path) -> bool:
         return False
 
     def open(self, path: Path) -> Checkpoint:
-        """Open a directory for which `is_readable` is true. Raises CheckpointError if it is damaged."""
+        """Open another program's checkpoint for reading. Call this only if `is_readable` is true for
+        ``path``. Raises CheckpointError if it is damaged."""
         raise AssertionError(f"nothing reads {path}")
 
 

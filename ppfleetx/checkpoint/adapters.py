@@ -53,7 +53,10 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
 
 def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
     """Raise CheckpointError unless ``adapters`` were trained on the base weights at ``place``.
-    ``fingerprint`` is the :func:`base_fingerprint` of these weights."""
+
+    Args:
+        fingerprint: the :func:`base_fingerprint` of the weights at ``place``.
+    """
     trained_on = adapters.manifest.fingerprints.get(BASE)
     if trained_on is None:
         raise CheckpointError(

@@ -50,7 +50,8 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Make the contents of a checkpoint's ``config.yaml`` and tokenizer files, by path in the checkpoint."""
+    """Make a checkpoint's ``config.yaml`` and tokenizer files from a configuration and a tokenizer. Returns
+    their contents by path in the checkpoint."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learned_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}

@@ -126,7 +126,7 @@ def newest_good(
 
     Args:
         verify: whether to read all data to find damage.
-        counts: a condition that the checkpoint must meet.
+        counts: returns whether a checkpoint is wanted; others are skipped. By default, all are wanted.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:

@@ -78,7 +78,7 @@ def output_lock(output_dir: Path) -> AbstractContextManager[None]:
 
 def clear_leftovers(output_dir: Path) -> None:
     """Remove the hidden directories of killed saves and deletions. A checkpoint that a killed save had moved
-    aside gets its name back if the new one is missing. Requires the :func:`output_lock`."""
+    aside gets its name back if the new one is missing. The caller must hold the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -142,8 +142,8 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete a run's old checkpoints. The newest `Ownership.keep_max`, the best one, and those that the run
-    was started from are kept. A checkpoint that cannot be deleted causes a warning."""
+    """Delete a run's old checkpoints in ``output_dir``. The run keeps its newest ``ownership.keep_max``, the
+    best one, and those that it was started from. A checkpoint that cannot be deleted causes a warning."""
     if ownership.keep_max is None:
         return
     best = output_dir / BEST_FILE

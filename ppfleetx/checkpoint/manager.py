@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 class SharedSave:
     """One save of a checkpoint by all ranks of a job, which must share the file system of ``output_dir``.
 
-    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Arguments
-    are those of :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Except for
+    ``ctx``, the arguments are described at :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
     """
 
     def __init__(
@@ -57,16 +57,19 @@ class SharedSave:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices of the tensors. No other rank may write the same slices. Returns what this
-        rank wrote, which `publish` needs; None if this rank has no slices."""
+        """Write this rank's slices of the tensors. No other rank may write the same slices. Returns an index
+        of the files and slices written, to pass to `publish`; None if this rank has no slices."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
         """On rank 0, write the manifest, rename the checkpoint to its final name, and return its path.
-        Returns None on other ranks. ``written`` has the results of `write` on all ranks, in the order of the
-        ranks."""
+        Returns None on other ranks.
+
+        Args:
+            written: the results of `write` on all ranks, in the order of the ranks.
+        """
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -136,7 +139,8 @@ class CheckpointManager:
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
         """Save a checkpoint and return its path. All ranks must call this, and pass each tensor slice on one
-        rank only. Errors are those of `save_checkpoint`."""
+        rank only. If the checkpoint cannot be written, all ranks raise CheckpointError, and earlier
+        checkpoints are unchanged."""
         pieces, save = list(tensors), self._begin(epoch, step, state)
         try:
             indices = save.on_all_ranks(lambda: save.write(pieces))
@@ -205,8 +209,8 @@ class BackgroundManager(CheckpointManager):
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Continue the save in progress without waiting. Returns the path if it is now complete. Raises
-        CheckpointError on all ranks if the save failed on any."""
+        """Continue the save in progress without waiting. Returns the checkpoint's path if it is now complete,
+        otherwise None. Raises CheckpointError on all ranks if the save failed on any."""
         if self._task is None:
             return None
         if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():

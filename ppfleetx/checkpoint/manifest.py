@@ -90,9 +90,17 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The manifest's entry for a tensor. ``shape`` is the shape of the whole tensor, and ``slices`` are the
-    entries of its slices. The other attributes are those of
-    :class:`ppfleetx.checkpoint.slices.TensorSlice`."""
+    """The manifest's entry for a tensor.
+
+    Attributes:
+        name: the parameter's name in the whole model, the same under every plan.
+        kind: ``model`` or ``optimizer``.
+        state: name of the optimizer state (`moment1`, ...); empty for model parameters.
+        dtype: element type, a key of NUMPY_OF_DTYPE.
+        shape: the shape of the whole tensor.
+        slices: the entries of its slices.
+        vocab_dim: the dimension that counts vocabulary entries; None if there is none.
+    """
 
     __pydantic_config__ = _EXACTLY
 
@@ -296,8 +304,8 @@ def parse_step_directory(name: str) -> tuple[int, int] | None:
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """Return the fields of a sealed file; None if its checksum is wrong. Raises CheckpointError if it cannot
-    be read."""
+    """Read a text file that ends with its own CRC-32, and return its fields. Returns None if the checksum is
+    wrong. Raises CheckpointError if the file cannot be read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 

@@ -1,5 +1,5 @@
-"""Convert parameters and optimizer state between Paddle tensors and the slices in a checkpoint. A parameter's
-attribute `info` (nn/stage.py) says which part of the whole tensor it is."""
+"""Convert parameters and optimizer state between Paddle tensors and the slices in a checkpoint. The attribute
+`info` of a parameter (see nn/stage.py) says which part of the whole tensor this rank has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """Yield the slices of this rank's optimizer state to save."""
+    """Yield the slices of optimizer state that this rank saves."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -153,7 +153,7 @@ def load_masters(
 
 
 class _StateInfo:
-    """Where this rank's optimizer state is in the whole tensor."""
+    """Which part of a whole tensor of optimizer state this rank has."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
@@ -290,8 +290,12 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters that have the same shape in the checkpoint, and warn of the rest. With
-    ``other_vocabulary``, the embedding and the head always belong to the rest."""
+    """Return the parameters that have the same shape in the checkpoint, and warn of the others.
+
+    Args:
+        other_vocabulary: whether the vocabulary has another size in the checkpoint. The embedding and the
+            head are then among the others, whatever their shape.
+    """
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)

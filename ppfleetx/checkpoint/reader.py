@@ -46,8 +46,11 @@ class Checkpoint:
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
-        """Return the names of all tensors of this kind, ``model`` or ``optimizer``, each once, in the order
-        of saving."""
+        """Return the names of all model or optimizer tensors, each once, in the order of saving.
+
+        Args:
+            kind: ``model`` or ``optimizer``.
+        """
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Copy a checkpoint with whole tensors, or with tensors that are split for a parallel plan."""
+"""Copy a checkpoint, with its tensors joined or split for another parallel plan."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Copy a checkpoint into whole tensors, with one file of weights and one of optimizer state. Returns the
-    step directory of the copy. Training can continue from it."""
+    """Copy a checkpoint so that all its tensors are whole, with one file of weights and one of optimizer
+    state. Returns the step directory of the copy. Training can continue from it."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
     target = save_checkpoint(

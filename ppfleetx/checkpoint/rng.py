@@ -39,10 +39,14 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from the result of `gather_rng_state` in a checkpoint, as
-    `set_rng_state` does. Returns True if the parallel degrees are the checkpoint's, so that each rank gets
-    its own states. Otherwise returns False, and all ranks get rank 0's states without the named streams of
-    Paddle's RNG tracker. Raises CheckpointError if a state is missing or invalid."""
+    """Restore this rank's generators from ``state``, the state of a checkpoint, which contains the result of
+    `gather_rng_state`.
+
+    Returns True if the parallel degrees are the checkpoint's, so that each rank gets its own states.
+    Otherwise returns False, and all ranks get rank 0's states without the named streams of Paddle's RNG
+    tracker. If the kind or number of devices has changed, Paddle's generators are left unchanged, with a
+    warning. Raises CheckpointError if a state is missing or invalid.
+    """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
         # Dropout stays the same, because its masks depend only on seed and step.
@@ -77,11 +81,12 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore the generators of this process from the result of `rng_state`. If that comes from another kind
-    or number of devices, Paddle's generators are left unchanged, with a warning. Raises CheckpointError if
-    the state is invalid.
+    """Restore the generators of this process: Python's, NumPy's and Paddle's. If ``state`` was saved with
+    another kind or number of devices, Paddle's generators are left unchanged, with a warning. Raises
+    CheckpointError if it is invalid.
 
     Args:
+        state: the result of `rng_state`.
         streams: whether to restore the named streams of Paddle's RNG tracker, too.
     """
     try:

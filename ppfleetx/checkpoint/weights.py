@@ -68,7 +68,8 @@ class Weights:
         )
 
     def finite(self) -> Weights:
-        """Return weights that raise CheckpointError if a tensor with a NaN or an infinity is read."""
+        """Return these weights with a check: reading a tensor that has a NaN or an infinity raises
+        CheckpointError."""
         return self.with_tensors(
             {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
         )
@@ -81,7 +82,7 @@ class Weights:
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """Make a `Model` section of ``keys``. Raises CheckpointError if they do not describe a valid network.
+    """Build a `Model` section from ``keys``. Raises CheckpointError if they do not describe a valid network.
 
     Args:
         place: the source of the keys, for messages.

@@ -70,8 +70,8 @@ def save_checkpoint(
             slice that is larger has a file of its own.
         verify: whether to read all data back and check it before the checkpoint gets its name.
 
-    The other arguments are attributes of :class:`Manifest`. Raises CheckpointError if the checkpoint cannot
-    be written. Earlier checkpoints are then unchanged.
+    The other arguments are stored in the manifest; :class:`Manifest` describes them. Raises CheckpointError
+    if the checkpoint cannot be written. Earlier checkpoints are then unchanged.
     """
     output_dir, rank_dir = Path(output_dir), rank_directory()
     try:

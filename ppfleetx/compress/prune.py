@@ -224,8 +224,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """Return the indices of the groups and units with the largest scores, as many as ``sizes`` has. Of equal
-    scores, the first ones are taken."""
+    """Return the indices of the groups and units with the largest scores. ``sizes`` says how many to keep. Of
+    equal scores, the first ones are kept."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 

@@ -137,8 +137,8 @@ class PruningInTraining:
                     )
 
     def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
-        """Set the attention groups and feed-forward units with the smallest scores to zero, and their
-        optimizer states, too. Returns how many of them were not zero before.
+        """Set the attention groups and feed-forward units with the smallest scores to zero, together with
+        their optimizer states. Returns how many groups and units, in total, were not zero before.
 
         Args:
             out: the number of groups and of units in each layer to set to zero.

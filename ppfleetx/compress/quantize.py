@@ -162,10 +162,11 @@ def _matrices(model: ModelConfig) -> dict[str, int]:
 
 
 class Quantizer:
-    """Quantizes the model in a checkpoint with `run`, and collects a `report`.
+    """Quantizes the model in a checkpoint: call `run`, and then read the attribute `report`.
 
     Args:
-        room: an empty directory for temporary files.
+        room: an empty directory for temporary files. The results of `run` are read from it when they are
+            saved.
         samples: data for calibration and evaluation; None: neither is done.
     """
 
@@ -187,9 +188,9 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns all its tensors as slices, which must be saved before the temporary
-        directory is deleted. Raises DataError if a weight is NaN or infinite; CheckpointError if the
-        checkpoint does not fit the model."""
+        """Quantize the model. Returns all its tensors as slices. They must be saved before the directory
+        ``room`` is deleted, because their data is there. Raises DataError if a weight is NaN or infinite;
+        CheckpointError if the checkpoint does not fit the model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
         # For whole windows, float products are faster. Only rounded activations need the quantized layers.

@@ -127,8 +127,12 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scale ``step`` and the offset ``value - at * step`` of an asymmetric grid, both rounded to
-    float16."""
+    """Return scale and offset, both rounded to float16, of the asymmetric grid with
+    ``at * scale + offset = value``.
+
+    Args:
+        step: the scale before rounding.
+    """
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
     return step, offset.astype(np.float16).astype(np.float32)
@@ -272,8 +276,12 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022), with the same scales as :func:`nearest`.
-    ``hessian [k, k]`` is ``X^T X`` in float64, where X are the layer's inputs."""
+    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022). The scales are those of rounding to
+    nearest.
+
+    Args:
+        hessian: ``X^T X [k, k]`` in float64, where X are the layer's inputs.
+    """
     scale = _scale_of(weight, form)
     size = weight.shape[0]
     # Features with the largest sums of squared inputs are rounded first.

@@ -54,7 +54,10 @@ def saliency_scores(
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
     """Compute each expert's share of the routing weights of all tokens: ``[experts]`` by layer number.
-    ``windows`` are as for :func:`saliency_scores`."""
+
+    Args:
+        windows: token ids ``[c, s + 1]``: c windows of s input tokens and one more token, which is not used.
+    """
     network, num_experts = _loaded(checkpoint, model), model.moe.num_experts
     routers = [layer for layer in network.sublayers() if isinstance(layer, Router)]
     sums = [np.zeros(num_experts) for _ in routers]

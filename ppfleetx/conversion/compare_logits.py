@@ -43,8 +43,7 @@ class Probe:
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a probe with the same tokens, and positions so small that rotary angles in float32 are
-        accurate."""
+        """Return a copy of this probe with positions so small that rotary angles in float32 are accurate."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
@@ -81,7 +80,7 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     difference is too large or a logit is not finite.
 
     Args:
-        whose: names the two sources in the message.
+        whose: the two sources of the logits, for messages, such as ``of A and of B``.
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(

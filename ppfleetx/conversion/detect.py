@@ -56,7 +56,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Say what the checkpoint of another program is, and how to convert it. None if ``path`` is not
+    """Return a text that says which program's checkpoint ``path`` is and how to convert it; None if it is not
     recognized or needs no conversion."""
     if str(path).startswith(HUB):
         return (

@@ -50,8 +50,8 @@ def is_fleetx(path: Path) -> bool:
 
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
-    """Open a FleetX directory for reading, with the interface of a checkpoint of ppfleetx. Raises
-    CheckpointError if it is damaged."""
+    """Open a FleetX directory for reading. Returns its weights with the interface of a checkpoint of
+    ppfleetx. Raises CheckpointError if it is damaged."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 

@@ -218,7 +218,11 @@ def _library() -> Any:
 # Opening a file takes seconds if the vocabulary is large.
 @lru_cache(maxsize=1)
 def _reader(path: Path, version: tuple[int, ...]) -> Any:
-    """Open a GGUF file. The result is cached until another file or another ``version`` is opened."""
+    """Open a GGUF file. The result is cached until another file is opened.
+
+    Args:
+        version: numbers that change when the file changes, such as its size. The file is then opened again.
+    """
     return _library().GGUFReader(path)
 
 
@@ -432,7 +436,8 @@ def write_gguf(
         tokenizer: the tokenizer to store in the file.
         dtype: the element type of most matrices, one of QUANTIZED; None keeps the types of ``tensors``.
             Vectors and position embeddings are always float32.
-        source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
+        source: facts about the origin of the weights (``Weights.source``), if they came from Hugging Face or
+            GGUF.
 
     Raises CheckpointError if llama.cpp does not support the network or the tokenizer.
     """

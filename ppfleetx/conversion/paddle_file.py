@@ -1,4 +1,4 @@
-"""Read files of ``paddle.save`` (``.pdparams``), without running code from them."""
+"""Read files written by ``paddle.save`` (``.pdparams``), without running code from them."""
 
 from __future__ import annotations
 

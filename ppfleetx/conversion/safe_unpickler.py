@@ -142,7 +142,7 @@ class PickledArray:
 
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
-    """Make a tensor of a NumPy array. Raises RefusedPickleError for unusual element types."""
+    """Make a tensor from a NumPy array. Raises RefusedPickleError for unusual element types."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)

@@ -118,11 +118,11 @@ def write_hf(
 
     Args:
         tensors: all parameters of `model` by ppfleetx's names, including vocabulary padding.
-        source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
+        source: facts about the origin of the weights (``Weights.source``), if they came from :func:`read_hf`.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: larger weights are split into several files with an index. The tensors of a file are
-            larger than this only if there is a single one.
+        max_file_bytes: larger weights are split into several files with an index. A tensor that is larger has
+            a file of its own.
 
     Raises CheckpointError if no Hugging Face network can express this network.
     """

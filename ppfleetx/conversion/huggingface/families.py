@@ -45,8 +45,11 @@ _NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rota
 
 
 def _sizes(**others: str) -> dict[str, Any]:
-    """Return the table `SIZES` with the ``config.json`` keys of one family. Each argument's name is the usual
-    key, and its value is the key that the family has in its place."""
+    """Return a copy of the table `SIZES` for a family that has other names for some ``config.json`` keys.
+
+    Args:
+        others: usual name of a key -> the family's name.
+    """
     return {others.get(key, key): row for key, row in SIZES.items()}
 
 

@@ -282,8 +282,13 @@ _ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_r
 
 
 def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
-    """Convert rotary settings with :func:`rope_keys`. ``base`` is the default of ``rope_theta``. Raises
-    CheckpointError if there is no ``head_dim`` and the heads do not divide the hidden size."""
+    """Convert the rotary settings of a ``config.json`` to keys of our ``Model`` section. Raises
+    CheckpointError if they are invalid or not supported, or if there is no ``head_dim`` and the hidden size
+    is not divisible by the number of heads.
+
+    Args:
+        base: the default of ``rope_theta``.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
         raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")

@@ -23,9 +23,9 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a model directory. Those that Paddle's libraries wrote are converted to Hugging
-    Face's names and layout. Raises CheckpointError if they are not a Llama's, or if their layout is not
-    supported or ambiguous.
+    """Return the tensors of a model directory with Hugging Face's names and layout. A Llama that Paddle's
+    libraries wrote is converted; a GPT-2 is returned unchanged. Raises CheckpointError if these libraries
+    wrote another model, or if the layout is ambiguous or not supported.
 
     Args:
         config: the ``config.json``.

@@ -80,12 +80,13 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
-    """Like :func:`hf_rope`, for model types in which only a part of each head is rotated."""
+    """Convert the rotary settings of ``model`` to ``config.json`` keys that transformers 4 and 5 can read,
+    for model types in which only a part of each head is rotated."""
     return {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
 def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
-    """Like :func:`hf_rope`, with GPT-NeoX's key names."""
+    """Convert the rotary settings of ``model`` to the ``config.json`` keys of GPT-NeoX."""
     keys = hf_rope(model)
     return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
 
@@ -100,7 +101,8 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return which of ``rope_scaling`` and ``rope_parameters`` applies, and its content."""
+    """Return which of the ``config.json`` keys ``rope_scaling`` and ``rope_parameters`` applies, and its
+    value. Raises CheckpointError if it has separate settings for kinds of layers."""
     # transformers 5 makes the same choice.
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}

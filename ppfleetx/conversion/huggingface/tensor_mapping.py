@@ -50,7 +50,8 @@ class Rule:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of Hugging Face's tensors, in the order of ``theirs``."""
+        """The shapes of the Hugging Face tensors from which our parameter is made, in the order of
+        ``theirs``."""
         if self.num_heads is not None:
             return [(self.num_heads, self.shape[0] // self.num_heads)]
         shapes = [self._expert_shape]
@@ -62,7 +63,7 @@ class Rule:
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Build our parameter from all of Hugging Face's tensors, in the order of ``theirs``."""
+        """Build our parameter from the Hugging Face tensors listed in ``theirs``, in this order."""
         if self.num_heads is not None:
             return arrays[0].reshape(self.shape)
         if self.num_experts is None:
@@ -75,7 +76,11 @@ class Rule:
         return experts
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Build Hugging Face's tensor ``theirs[index]``, without vocabulary padding, from our parameter."""
+        """Build one Hugging Face tensor, without vocabulary padding, from our parameter ``array``.
+
+        Args:
+            index: which tensor, as an index into ``theirs``.
+        """
         if self.num_heads is not None:
             return array.reshape(self.shapes[0])
         if self.num_experts is not None:
