@@ -39,10 +39,11 @@ class GenerationModule:
 
         Args:
             text: a prompt or a list of prompts.
-            options: as for :meth:`GPT.generate`.
+            options: keys of the section ``Generation`` that replace the configured values, e.g.
+                ``max_dec_len=50, temperature=0.8``.
 
         Raises:
-            ConfigError: the model has no weights or no tokenizer.
+            ConfigError: the model has no weights or no tokenizer, or an option is unknown or wrong.
             DataError: ``text`` is not a text or a list of texts.
         """
         if not self._has_weights:

@@ -100,11 +100,13 @@ class GPT2LMHeadModel:
         return None if self.model.tokenizer is None else self.model.tokenizer.eod_id
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """Continue prompts; arguments and results are those of :meth:`GPT.generate`."""
+        """Continue one or more prompts, which are texts or token ids. The arguments and results are those of
+        :meth:`GPT.generate`, which this calls."""
         return self.model.generate(input_ids, **options)
 
     def save_pretrained(self, directory: str | Path) -> Path:
-        """Write the weights as a checkpoint into ``directory``; see :meth:`GPT.save`."""
+        """Write the weights as a checkpoint below ``directory``, with :meth:`GPT.save`. Returns the
+        checkpoint's directory. Raises CheckpointError if it exists already or cannot be written."""
         return self.model.save(directory)
 
 

@@ -236,7 +236,8 @@ class GPT:
         that can be differentiated.
 
         Raises:
-            DataError: as for calling the model, or a sequence has only one token.
+            DataError: an id is outside the model's vocabulary, or a sequence has only one token or more
+                tokens than the model has positions.
         """
         from ppfleetx.nn.loss import cross_entropy
 
@@ -396,7 +397,8 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """Load a model. Arguments and errors are those of :meth:`GPT.from_pretrained`."""
+    """Load a model from a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file. This is a short
+    name for :meth:`GPT.from_pretrained`, which describes the arguments and errors."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
 
 

@@ -265,13 +265,15 @@ class Trainer:
         input_data: str | Sequence[str] | None = None,
         **options: Any,
     ) -> list[dict[str, list[str]]]:
-        """Continue texts.
+        """Continue texts. Returns ``[{"text_generation_text": [prompt and continuation]}]``, one dict per
+        prompt.
 
         Args:
             predict_checkpoint: the directory of a checkpoint; None: the model trained by this object, or else
                 the directory given as ``model``.
             input_data: a prompt, a list of prompts, or a file with one prompt per line.
-            options: as for :class:`TextGenerationPipeline`.
+            options: options of generation, such as ``max_length`` and ``top_k``. For a list of them, see
+                :meth:`TextGenerationPipeline.__call__`.
         """
         if input_data is None:
             raise ConfigError("give input_data: a prompt, a list of them or a file", key="input_data")

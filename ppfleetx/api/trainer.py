@@ -59,8 +59,9 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """Yield the non-empty texts in ``data``, which has one of the forms of :func:`corpus_prefix`. Raises
-    DataError if there are none, or an entry is not a text."""
+    """Yield the non-empty texts in ``data``: a text file or a folder of text files (also JSON lines), a list
+    of texts, or records with a text under ``text``. Raises DataError if there are none, or an entry is not a
+    text."""
     found = False
     for text in _entries(data):
         found = True
@@ -184,14 +185,15 @@ class Trainer:
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue prompts with the trained model; arguments and results as in :meth:`GPT.generate`."""
+        """Continue one or more prompts with the trained model. The arguments and results are those of
+        :meth:`GPT.generate`, which this calls."""
         return self.model.generate(prompts, **options)
 
     @property
     def model(self) -> GPT:
-        """The trained model: the one in memory after :meth:`fit`, or else a checkpoint that is loaded. This
-        is ``Engine.save_load.ckpt_dir`` or, if that is not set, the last checkpoint in ``output_dir``. Raises
-        UserError if there is none."""
+        """The trained model. After :meth:`fit`, it is the model in memory. Otherwise it is loaded from
+        ``Engine.save_load.ckpt_dir`` or, if that is not set, from the last checkpoint in ``output_dir``.
+        Raises UserError if there is none."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)

@@ -215,7 +215,8 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """Compute perplexity or accuracy from ``total``, the result of :func:`sum_over_windows`."""
+    """Compute the perplexity or the accuracy from ``total``, the sum over all ``windows``: of negative log
+    probabilities for ``SlidingWindows``, or of correct predictions for ``LastWords``."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)

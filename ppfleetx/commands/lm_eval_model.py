@@ -82,7 +82,9 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Like :meth:`loglikelihood`, for tokenized requests: (unused, context ids, continuation ids)."""
+        """Return the log probability of each continuation after its context, and whether greedy decoding
+        would produce it. A request is a tuple (unused, context ids, continuation ids). An empty continuation
+        gives (0, True)."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):

@@ -45,7 +45,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Read only the records of training steps; see :func:`read_records`."""
+    """Read the records of training steps from a metrics file, or from the one in a run's directory. An
+    incomplete last line is ignored. Raises DataError if there is no such file, a line is not a record, or
+    there is no training step."""
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 

@@ -53,8 +53,8 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """Context manager that yields the :class:`Job` of these options. ``settings`` are additional
-        overrides of the configuration."""
+        """Context manager that yields a :class:`Job`, which loads the configuration of the model that these
+        options name. ``settings`` are additional overrides of the configuration."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 

@@ -42,7 +42,8 @@ class Command:
         return None
 
     def settings(self) -> list[Setting]:
-        """Return the configuration values of the given options that were declared with a ``key``."""
+        """Return the configuration values that the given options set. Options declared without a
+        configuration ``key`` set none."""
         from ppfleetx.config.reading.overrides import Setting
 
         found = []
@@ -112,20 +113,20 @@ def option(
 
 
 def switch(help: str, *flags: str) -> Any:
-    """Declare an :func:`option` without a value, which is False unless it is given."""
+    """Declare a field of a :class:`Command` as a command-line option without a value. The field is True if
+    the option is given, else False. ``flags`` replace the name made from the field's name."""
     return option(help, *flags, default=False)
 
 
 def repeated(help: str, *flags: str, metavar: str) -> Any:
-    """Declare an :func:`option` that may be given many times, each time with one value. The field is a tuple
-    of these values."""
+    """Declare a field of a :class:`Command` as a command-line option that may be given many times, each time
+    with one value, which ``--help`` calls ``metavar``. The field is a tuple of these values."""
     return option(help, *flags, default=(), action="append", metavar=metavar)
 
 
 def positional(metavar: str | None, help: str, **how: Any) -> Any:
-    """Declare a field of a :class:`Command` as a positional argument, whose name in ``--help`` is
-    ``metavar``. The other parameters are those of :func:`option`.
-    """
+    """Declare a field of a :class:`Command` as a positional argument, which ``--help`` calls ``metavar``.
+    ``how`` has further arguments of :func:`option`, such as ``key``."""
     return option(help, _POSITIONAL, metavar=metavar, **how)
 
 

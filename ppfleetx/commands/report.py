@@ -300,7 +300,7 @@ def _configuration(cfg: RunConfig) -> Section:
 
 
 def markdown(title: str, sections: Sequence[Section]) -> str:
-    """Format the report as Markdown, which links to the pictures' files."""
+    """Format the report as Markdown. Pictures are included as links to their files."""
     parts = [f"# {title}"]
     for section in sections:
         parts.append(f"## {section.title}")

@@ -43,7 +43,15 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """Like :func:`start_process`, but for a configuration ``cfg`` that is already loaded."""
+    """Refuse the loaded configuration ``cfg`` if it cannot run; otherwise choose the device and connect the
+    ranks. Returns ``cfg`` and this process's place in the job.
+
+    Args:
+        reads: the sections of ``Data`` that the program will read, such as ``Train``.
+
+    Raises:
+        UserError: something is wrong, missing or not supported.
+    """
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():

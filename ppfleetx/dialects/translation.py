@@ -95,7 +95,13 @@ class Translation:
         self.native[key] = new
 
     def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a key of ppfleetx's configuration like :meth:`put`, but replace any earlier value."""
+        """Set the key ``key`` of ppfleetx's configuration, and discard any earlier value. None leaves it
+        unset.
+
+        Args:
+            sources: the user's values, or names of options, that the value was derived from.
+            why: an explanation for the comment in the YAML output.
+        """
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 

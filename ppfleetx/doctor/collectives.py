@@ -93,8 +93,8 @@ def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
 
 
 def _uneven_ends(member: Member, count: int) -> np.ndarray:
-    """Divide ``count`` rows among the members of a group, such that each member gets more rows than the one
-    before it. Return the index after the last row of each member."""
+    """Divide ``count`` rows among the members of a group, to test an all-to-all with unequal message sizes:
+    each member gets more rows than the one before it. Return the index after the last row of each member."""
     return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
 
 

@@ -80,9 +80,8 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Return the report row that compares the memory that a run needs with the memory of the device ``name``.
-    ``needed`` and ``there`` are these two sizes in bytes. If ``cpu`` is True, too little memory is only a
-    warning."""
+    """Return the report row that compares ``needed``, the memory that a run needs, with ``there``, the memory
+    that the device ``name`` has, both in bytes. If ``cpu`` is True, too little memory is only a warning."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)

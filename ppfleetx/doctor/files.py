@@ -166,7 +166,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 def fingerprints(target: Target) -> dict[str, str]:
     """Return hashes of the training data, the evaluation data and the tokenizer, by name, to compare
-    machines. A text says if one cannot be read."""
+    machines. Data that cannot be read have the text "not readable" instead of a hash."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -204,7 +204,8 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 def starts(target: Target) -> dict[str, str]:
     """Return the name and the manifest's hash of each checkpoint that the run would start from, by
-    configuration key. A text says if there is none. These values are compared between machines."""
+    configuration key. If a checkpoint cannot be read, the value says so. These values are compared between
+    machines."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load

@@ -131,8 +131,8 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """Check the network between the machines before ranks are launched, and return the rows of the report.
-    There are none for a job on one machine."""
+    """Check the network between the machines before ranks are launched. Returns the rows of the report, or an
+    empty list for a job on one machine."""
     if nodes < 2:
         return []
     if master is None:

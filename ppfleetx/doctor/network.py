@@ -144,7 +144,7 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
     """Yield report rows on the connections between all machines. The answer of each machine maps the number
-    of every other machine to the reason why it could not connect to that machine, or to ""."""
+    of every other machine to what is wrong with the connection to it, or to "" if nothing is."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:

@@ -50,8 +50,8 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """Return the values of this fact in this process. Returns None if another process of this machine
-        reads the fact. If reading takes too long, the result says only that the values are unread."""
+        """Read this fact and return its values in this process, or None if another process of this machine
+        reads it instead. If reading takes too long, the result says only that the values are unread."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -115,8 +115,9 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Return a hash of the values of each of :data:`FACTS`, by the fact's name. It is None if another process
-    of this machine reads the fact. Before a fact is read, ``announce`` is called with its name."""
+    """Read each of :data:`FACTS` and return a hash of its values, by the fact's name, or None if another
+    process of this machine reads the fact. Equal hashes need no comparison of the values. ``announce`` is
+    called with each name before the fact is read."""
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)
@@ -130,8 +131,8 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Return the names of the facts on which the processes' :func:`digests` differ, or that a process could
-    not read."""
+    """Return the names of the facts that differ between the processes, or that a process could not read.
+    ``answers`` has the result of :func:`digests` in each process."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -139,8 +140,9 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """Return the values of each fact in ``names``, by the fact's name. They are None if another process of
-    this machine reads the fact. Before a fact is read, ``announce`` is called with its name."""
+    """Read only the facts in ``names``, such as those that differ. Returns each fact's values in this
+    process, by the fact's name, or None if another process of this machine reads the fact. ``announce`` is
+    called with each name before the fact is read."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
@@ -150,9 +152,9 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a report row for each of :data:`FACTS`. For a fact in ``names``, the row shows differences
-    between ``answers``, the values on each rank, or says which ranks could not read the fact. For any other
-    fact, the row says "equal"."""
+    """Yield a report row for each of :data:`FACTS`. ``names`` are the facts that may differ, and ``answers``
+    has their values on each rank. Their rows show the differences, or say which ranks could not read the
+    fact. All other rows say "equal"."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}

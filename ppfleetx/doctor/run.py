@@ -230,8 +230,8 @@ class Job:
 
 
 class Guard:
-    """A time limit for each of several steps. If a step takes longer than ``seconds``, ``give_up`` is called
-    with its description, in a thread. :meth:`begin` ends the last step and starts the next."""
+    """A time limit for each of several steps. :meth:`begin` ends the previous step and starts the next. If a
+    step takes longer than ``seconds``, a thread calls ``give_up`` with the step's description."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False

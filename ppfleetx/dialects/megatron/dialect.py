@@ -69,8 +69,8 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
-    """Translate parsed Megatron arguments, and the options in the file that their argument
-    ``deepspeed_config`` names."""
+    """Translate parsed Megatron arguments. If they name a DeepSpeed configuration (``deepspeed_config``), the
+    options in that file are translated too."""
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:

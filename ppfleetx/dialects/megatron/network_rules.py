@@ -63,9 +63,8 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate multi-head latent attention. Its rotary positions rotate pairs of neighboring features, as in
-    DeepSeek.
-    """
+    """Translate Megatron's options for multi-head latent attention. Its rotary positions rotate pairs of
+    neighboring features, as in DeepSeek."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
         raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
@@ -174,7 +173,7 @@ def _window(run: Translation) -> None:
 
 
 def vocabulary(run: Translation) -> None:
-    """Translate Megatron's tokenizer files and vocabulary size."""
+    """Translate Megatron's options for the tokenizer's files and the vocabulary size."""
     kind = run.value("tokenizer_type", "GPT2BPETokenizer")
     if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"):
         raise run.error(
@@ -220,7 +219,8 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]
 
 
 def data(run: Translation) -> None:
-    """Translate Megatron's corpora and their weights, and the length and masks of samples."""
+    """Translate Megatron's options for data: the corpora, their weights and splits, the length of samples,
+    the masks, and the number of evaluation batches."""
     evaluates = run.integer("eval_iters", 100, least=0) > 0
     single = "data_path" in run
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in run]

@@ -291,7 +291,8 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """Return the indices, counted from 0, of the first ``counts[i]`` layers of each pipeline chunk i."""
+    """Return the indices, counted from 0, of the layers to recompute: the first ``counts[i]`` layers of each
+    pipeline chunk i."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))

@@ -65,7 +65,8 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
 
 
 def lengths(run: Translation) -> None:
-    """Translate DeepSpeed's curriculum learning, in which sequences become longer during training."""
+    """Translate DeepSpeed's options for curriculum learning, in which sequences become longer during
+    training."""
     if not run.flag(f"{_CURRICULUM}.enabled", False):
         return
     kind, schedule, least, most, steps, unit = names = tuple(
@@ -167,7 +168,7 @@ def _loss_scale(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate Megatron's optimizer and weight decay."""
+    """Translate Megatron's options for the optimizer and its weight decay."""
     names = ("optimizer", "sgd_momentum")
     if run.choice("optimizer", ("adam", "sgd"), "adam") == "sgd":
         if run.number("sgd_momentum", 0.9) != 0:
@@ -196,7 +197,7 @@ def _weight_decay(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """Translate the parts of Megatron's learning-rate schedule that depend on several arguments."""
+    """Translate those options of Megatron's learning-rate schedule that depend on each other."""
     _decay(run)
     if "lr_warmup_samples" in run and (steps := _steps(run, "lr_warmup_samples")):
         _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
@@ -232,7 +233,8 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) 
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate Megatron's save directory and interval, and the checkpoint to start from."""
+    """Translate Megatron's options that say where and when to save checkpoints, and from which one to
+    start."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")
@@ -255,7 +257,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def profiler(run: Translation) -> None:
-    """Translate which steps Megatron's profiler records, and in what detail."""
+    """Translate Megatron's options for the profiler: which steps it records, and in what detail."""
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False) or any(name in run for name in names):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]

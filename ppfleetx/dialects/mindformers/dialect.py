@@ -36,7 +36,7 @@ def run_mode(run: Translation) -> str:
 
 
 def device(run: Translation) -> None:
-    """Translate the device, and turn on 16-bit computation if the device supports it."""
+    """Translate the options for the device, and turn on 16-bit computation if the device supports it."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
@@ -121,8 +121,8 @@ def experts(run: Translation) -> None:
 
 
 def degrees(run: Translation) -> None:
-    """Translate the degrees in MindFormers' ``parallel_config``. They have no effect if ``use_parallel`` is
-    False or ``parallel_mode`` is 0."""
+    """Translate the parallel degrees in MindFormers' ``parallel_config``. They have no effect if
+    ``use_parallel`` is False or ``parallel_mode`` is 0."""
     use = run.flag("use_parallel", False)
     mode = run.choice("parallel.parallel_mode", (0, 1, 2, 3), 0)
     data, model, stages = (
@@ -192,7 +192,7 @@ def _data_axis(run: Translation, data: int) -> None:
 
 
 def _degrees_for_generation(run: Translation, data: int, model: int, stages: int) -> None:
-    """Translate the degrees for generation, where pipeline stages become data-parallel replicas."""
+    """Translate the parallel degrees for generation, where pipeline stages become data-parallel replicas."""
     names = [f"parallel_config.{name}" for name in ("data_parallel", "pipeline_stage")]
     run.put("Distributed.dp_degree", data * stages, *names, why="replicas take prompts in turn")
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")
@@ -251,9 +251,8 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Translate the MLP width and the sequence length, and set what is always the same in MindFormers' GPT-2,
-    such as learned positions.
-    """
+    """Translate the options for the MLP width and the sequence length, and set what is always the same in
+    MindFormers' GPT-2, such as learned positions."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = next(
@@ -271,7 +270,8 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpus that the run mode reads (training or evaluation), and choose the task."""
+    """Translate the options of the data that the run mode reads (for training or evaluation), and choose the
+    task."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
@@ -318,7 +318,8 @@ def _evaluation(run: Translation) -> None:
 
 
 def checkpoint(run: Translation) -> None:
-    """Translate the checkpoint that the run resumes from, starts from or uses, depending on the run mode."""
+    """Translate the options that name a checkpoint. Depending on the run mode, the run resumes from it,
+    starts from its weights, or evaluates or generates with it."""
     mode = run_mode(run)
     key, path = _given_checkpoint(run)
     resumes = run.flag("resume_training")
@@ -347,7 +348,7 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the length of the run in epochs, and the learning-rate schedule."""
+    """Translate the options for the length of the run in epochs and for the learning-rate schedule."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -367,7 +368,8 @@ def length(run: Translation) -> None:
 
 
 def writing(run: Translation) -> None:
-    """Translate MindFormers' callbacks for logs and checkpoints, and the steps to profile."""
+    """Translate MindFormers' options for writing: its callbacks for logs and checkpoints, and the steps to
+    profile."""
     for key in [key for key in run.given if key.startswith("callbacks.") and key.endswith(".type")]:
         prefix, kind = key.removesuffix(".type"), run.value(key)
         if kind == "MFLossMonitor":
@@ -397,7 +399,7 @@ def _saving(run: Translation, key: str, prefix: str) -> None:
 
 
 def generation(run: Translation) -> None:
-    """Translate the tokenizer's files, the prompt, and the number of tokens to generate."""
+    """Translate the options for the tokenizer's files, the prompt, and the number of tokens to generate."""
     _new_tokens(run)
     vocabulary, merges, end = (
         f"processor.tokenizer.{name}" for name in ("vocab_file", "merges_file", "eos_token")

@@ -141,8 +141,8 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Require ``max_steps``, and translate which steps to profile. The key table translates the batch
-    sizes."""
+    """Raise ConfigError unless ``max_steps`` is given and positive. Translate the options for the steps to
+    profile. The key table translates the batch sizes."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
@@ -154,7 +154,7 @@ def batches(run: Translation) -> None:
 
 
 def precision(run: Translation) -> None:
-    """Translate the device and the compute type (float32, float16 or bfloat16)."""
+    """Translate the options for the device and the compute type (float32, float16 or bfloat16)."""
     written = run.choice("device", (GPU, NPU, XPU, CPU), GPU)
     chosen, instead = (
         device_for_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
@@ -174,7 +174,8 @@ def precision(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Translate the warm-up of the learning rate. The key table translates the optimizer's other options."""
+    """Translate the options for the warm-up of the learning rate. The key table translates the optimizer's
+    other options."""
     steps, ratio = run.integer("warmup_steps", 0, least=0), run.number("warmup_ratio", 0.0, least=0.0)
     if steps:
         run.put("Optimizer.lr.warmup_steps", steps, "warmup_steps")
@@ -184,7 +185,8 @@ def optimizer(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the corpora, the sequence length, when to evaluate, and the tokenizer."""
+    """Translate the options for data, evaluation and tokenizer, such as the paths of corpora and the sequence
+    length."""
     if "input_dir" not in run:
         raise ConfigError("is missing", key="input_dir", place=run.place)
     strategy = run.choice("evaluation_strategy", ("no", "steps"))
@@ -224,7 +226,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate how often to save, and the checkpoint to start from."""
+    """Translate the options that say when to save checkpoints, and from which checkpoint to start."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
