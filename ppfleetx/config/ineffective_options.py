@@ -53,9 +53,10 @@ class SwitchedOff:
 
 
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
-    """Make a :class:`SwitchedOff` rule from keys in the form ``Section: key key ...`` or ``Section.key ...``.
+    """Make the rule that ``keys`` have no effect if ``applies`` is true, for the reason ``why``.
 
-    The name of a section stands for all keys in it.
+    ``keys`` is a text: either ``Section: key key ...``, or dotted keys separated by spaces. The name of a
+    section stands for all keys in it.
     """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
@@ -69,7 +70,7 @@ def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> Switch
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
-    """Return the keys of ``section`` without the key ``switch``, in the form that :func:`_off` accepts."""
+    """Return the text ``SECTION: KEY KEY ...`` with all keys of the section except ``switch``."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 

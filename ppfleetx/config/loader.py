@@ -90,9 +90,14 @@ def load_config(
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Check and complete a configuration translated from another toolkit, as :func:`load_config` does.
+    """Check a configuration that was translated from another toolkit, and fill in derived values.
 
-    ``warnings`` are those of the translation. The result keeps them.
+    Args:
+        warnings: those of the translation, which the returned configuration keeps.
+        world_size: the number of processes. The parallel degrees must multiply to it; None: unknown.
+
+    Raises:
+        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     cfg, origins = validate(tree, RunConfig)
     return resolve(cfg, origins, tuple(warnings), world_size)
@@ -101,9 +106,13 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Like :func:`load_config`, but without derived values and without rules between sections.
+    """Read and validate a YAML configuration, without derived values and without rules between sections.
 
-    Returns the configuration, the place of every value by dotted key, and warnings.
+    The arguments have the same meaning as in :func:`load_config`. Returns the configuration, the place of
+    every value by dotted key, and warnings.
+
+    Raises:
+        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     if isinstance(path, str | Path):
         path = find_config(path)

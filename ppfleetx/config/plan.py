@@ -347,7 +347,7 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether :func:`enumerate_plans` also lists ``plan`` with offload to host memory."""
+    """Whether to list ``plan`` also with offload to host memory, as is done for only some plans."""
     # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
         plan.sharding_stage > 1
@@ -381,8 +381,11 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return ``plan`` with the highest legal ``ep`` that divides the ``ep`` of the plan ``like``, and with
-    the ``expert_mp`` of ``like`` or, if that is not legal, 1. Returns ``plan`` itself if nothing is legal."""
+    """Return a copy of ``plan`` with degrees of expert parallelism near those of the plan ``like``.
+
+    ``ep`` is the highest legal divisor of ``like.ep``. ``expert_mp`` is ``like.expert_mp`` or, if that is not
+    legal, 1. Returns ``plan`` itself if nothing is legal.
+    """
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))

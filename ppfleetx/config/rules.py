@@ -83,8 +83,9 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """The sequence length in tokens of every dataset that the run reads, by configuration key. If the length
-    grows, ``Global.rampup_seq_len`` is included too, with a number that divides all lengths of the ramp."""
+    """Return {configuration key: sequence length in tokens} for all datasets that the run reads. If the
+    length grows in training, ``Global.rampup_seq_len`` is one of the keys, with a common divisor of all
+    lengths of the ramp."""
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
@@ -110,7 +111,10 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
-    """The sizes that a parallel plan must divide evenly. A size whose argument is None is unknown."""
+    """Return the sizes of ``model`` and its batches that a parallel plan must divide evenly.
+
+    An argument of None is an unknown size, which is not checked.
+    """
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,

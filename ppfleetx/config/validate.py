@@ -45,7 +45,8 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
     """Build one section from values that do not come from a file.
 
     Raises:
-        ConfigError: as in :func:`validate`, but keys in the message are relative to the section.
+        ConfigError: a key is unknown or missing, or a value is wrong. Keys in the message are relative to the
+            section.
     """
     try:
         return section.model_validate(values)
@@ -54,8 +55,8 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError that shows the concerned keys in ``origins``, or the first key if
-    none is there, with value and place."""
+    """Turn ``violation`` into a ConfigError. It shows the violation's keys that are in ``origins``, or the
+    first key if none is there, each with value and place."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 

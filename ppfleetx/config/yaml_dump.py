@@ -33,7 +33,7 @@ class _Placeholder:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that can write a :class:`_Placeholder`."""
+    """A YAML dumper that can also write the placeholders of derived values."""
 
 
 def _represent(dumper: yaml.SafeDumper, one: _Placeholder) -> yaml.Node:

@@ -83,7 +83,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Like :func:`group_of`, but for the axes of experts.
+    """Return how the communication groups of an axis of experts lie on the cluster's nodes.
 
     Experts are distributed over the ranks of ``ep``, each expert's matrices are sliced over ``emp``, and each
     expert is replicated over ``edp``.
@@ -99,9 +99,10 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return the number of tensor-parallel groups on a node if they communicate at different times.
+    """Return the number of tensor-parallel groups that share a node, or 1 if they communicate at the same
+    time.
 
-    If they all communicate at the same time, return 1.
+    The more groups communicate at different times, the longer a step may take than predicted.
     """
     # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
     # the same time.
@@ -145,7 +146,8 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Return the time of an all-to-all that sends tokens to their experts.
 
-    As in training, small messages between nodes are combined (``levels=2`` of :func:`all_to_all_seconds`).
+    As in training, small messages between nodes are combined: ranks exchange data between nodes and then
+    within a node.
     """
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1

@@ -238,7 +238,7 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A cache key that carries a job, but compares only ``compared_by``."""
+    """A key for caching values computed from ``job``. Keys with equal ``compared_by`` are equal."""
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)

@@ -30,8 +30,8 @@ class Held:
         stored: bytes of quantized weights held between steps.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: a pair (n, size) for each size of a parameter. n is the number of elements of all parameters,
-            in model order, up to and including the last one of this size.
+        fills: for computing the peak memory while parameters are initialized in model order. It has a pair
+            (n, size) for each size of a parameter: n elements exist after the last parameter of this size.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.

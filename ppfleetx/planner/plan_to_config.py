@@ -26,7 +26,8 @@ class PlanOption:
 
     Attributes:
         micro: the micro batch size; None if ``--plan`` does not name it.
-        recompute: what is recomputed; None if ``--plan`` does not name it, or names ``mixed``.
+        recompute: what is recomputed; None if ``--plan`` does not name it, or names ``mixed``
+            (not the same in all layers).
     """
 
     plan: ParallelPlan

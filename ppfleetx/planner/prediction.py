@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def estimated_at_least(self) -> float:
-        """A lower bound of :attr:`estimated_at_most`, in seconds, which is faster to compute.
+        """A number of seconds that never exceeds :attr:`estimated_at_most`, and is faster to compute.
 
         It counts the passes and pipeline messages of a step, but not the work after them.
         """
@@ -73,7 +73,8 @@ class Prediction:
 
     @cached_property
     def estimated_at_most(self) -> float:
-        """An estimate of :attr:`likely_at_most` without simulating the pipeline schedule."""
+        """The upper bound of the likely seconds per step, estimated without simulating the pipeline
+        schedule."""
         seconds = estimate_seconds(self.job, self.cluster, self._estimated_passes)
         return seconds * spread(self.job, self.cluster)[1]
 
@@ -169,9 +170,18 @@ def run_prediction(
 def prediction_of_memory(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """Like :func:`run_prediction`, but also predict for a card whose speed in the run's data type is unknown.
+    """Predict the memory of a configured run under its own plan, and its step time if possible.
 
-    Such a prediction has valid memory, but no step time.
+    Returns None if the run does not train our GPT. If the card's speed in the run's data type is unknown, the
+    prediction has valid memory, but no step time.
+
+    Args:
+        device: the kind of device, such as ``gpu``.
+        card: the card to predict for; None: the one in ``Global.card``, or else the one that fits the device.
+        device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
+
+    Raises:
+        ConfigError: there is no card of the name in ``Global.card``.
     """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None

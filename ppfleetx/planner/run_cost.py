@@ -69,8 +69,7 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return two times in seconds for the sequences of a batch-size ramp: with the batch sizes of the ramp,
-    and with full batches.
+    """Return the seconds that a batch-size ramp takes, and those for the same sequences in full batches.
 
     Raises:
         ValueError: a batch of the ramp does not divide into the micro batches of all data-parallel ranks, or

@@ -113,7 +113,7 @@ class _Search:
     found: SearchResult
 
     def try_plan(self, plan: ParallelPlan) -> bool:
-        """Try candidates of ``plan``, and keep the best ones.
+        """Try ``plan`` with several micro batch sizes and kinds of recompute, and keep the best candidates.
 
         Returns True if at least one candidate is found not to fit into memory.
         """
@@ -131,7 +131,7 @@ class _Search:
         """Try a job with more and more recompute, and keep the best candidates.
 
         A search for the fastest plan stops at the first candidate that fits or is too slow. Returns False if
-        at least one candidate is found not to fit into memory.
+        a candidate was found not to fit into memory, otherwise True.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

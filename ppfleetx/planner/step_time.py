@@ -231,7 +231,7 @@ def estimate_passes(job: Job, cluster: Cluster) -> EstimatedPasses:
 
 
 def estimate_seconds(job: Job, cluster: Cluster, passes: EstimatedPasses | None = None) -> float:
-    """Estimate the ``seconds`` of :func:`step_time` without simulating the schedule.
+    """Estimate the seconds of one optimizer step without simulating the pipeline schedule.
 
     Args:
         passes: the result of :func:`estimate_passes`; None: compute it.

@@ -74,7 +74,8 @@ class Utilization:
     def rates(self, seconds: float) -> dict[str, float]:
         """Return TFLOP/s per device and MFU (from 0 to 1) of a step that takes ``seconds``, by metric name.
 
-        Each is given for the three counts in :class:`StepFlops`. MFU is left out if the peak is unknown.
+        Each is given with full attention, with causal attention, and with full attention and recomputation.
+        MFU is left out if the peak is unknown.
         """
         kinds = (
             ("", "mfu", "full"),

@@ -33,12 +33,12 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """The text that messages show as the place of values from a model's directory."""
+    """Return ``the model in DIR``, which messages show as the place of values from a model's directory."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether ``place`` was made by :func:`model_in`, i.e. the values come from a model's directory."""
+    """Whether ``place`` has the form ``the model in DIR``, i.e. the values come from a model's directory."""
     return place.startswith(_OF_A_MODEL)
 
 
@@ -107,7 +107,10 @@ def read_yaml(
 ) -> Node:
     """Read a YAML file that contains a mapping, as a tree of nodes.
 
-    The arguments are those of :func:`read_text` and :func:`parse_yaml`.
+    Args:
+        key, value, place: the configuration entry that names the file, for messages.
+        is_ours: False for files of other toolkits, which may have dots in keys, keys repeated with an equal
+            value, and ``<<``.
 
     Raises:
         ConfigError: the file cannot be read, or its content is no mapping.

@@ -178,11 +178,10 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first of ``keys`` that is not at its default although only another ``decode_strategy``
-        reads it.
+        """Return the first of ``keys`` that was set although only another ``decode_strategy`` reads it.
 
-        The result is the pair (key, the strategy that reads it), or None if there is no such key. ``seed``
-        does not count.
+        The result is the pair (key, the strategy that reads it), or None if there is no such key. A key
+        at its default does not count as set. ``seed`` is never returned.
         """
         # A seed changes nothing without sampling, so it does not count.
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}

@@ -319,8 +319,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """The section ``moe`` in a form for comparing networks, see :meth:`MoEConfig.of_network`; None if the
-        model is dense."""
+        """A copy of the section ``moe`` for comparing models: models with the same network have equal copies.
+        None if the model is dense."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property

@@ -245,8 +245,7 @@ class OptimizerConfig(Section):
 
     @property
     def num_states(self) -> int:
-        """The number of float32 optimizer states per parameter, apart from matrices of blocks, which may have
-        fewer.
+        """The number of float32 optimizer states per parameter. Weight matrices of the blocks may have fewer.
 
         If parameter groups use several optimizers, it is the largest number that one of them needs.
         """

@@ -94,7 +94,8 @@ class RopeScalingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Validator that refuses unsupported types, and fills in the defaults of each type."""
+        """Validator that refuses types of scaling that are not supported, and fills in the defaults of the
+        others."""
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:
