@@ -108,8 +108,8 @@ class ActivationScales:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """After the update of a step, move the input scale of each fake-quantized linear, unless it is
-        frozen, towards the largest magnitude in the global batch."""
+        """Move the input scale of each fake-quantized linear towards the largest magnitude of its inputs in
+        the global batch. Call this after the optimizer step. Frozen scales stay as they are."""
         if not self._moving:
             return
         largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])
