@@ -40,8 +40,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
-    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
-    two arrays of `blending_indices` for the first ``size`` samples (None: for all)."""
+    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns, for
+    each of the first ``size`` samples (None: for all), the corpus (int16 [size]) and the sample's number
+    within that corpus (int64 [size])."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -203,9 +204,8 @@ class BlendedDataset:
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample at position ``index`` of the blend. It has the arrays of `GPTDataset`, but
-        ``sample_ids`` holds ``index``.
-        """
+        """Return the sample at position ``index`` of the blend. It has the arrays of its corpus's sample, but
+        ``sample_ids`` holds ``index``. The index `PADDING` gives a sample whose loss mask is 0."""
         if index == PADDING:
             return self._from(0, self.datasets[0][PADDING])
         order = self.order

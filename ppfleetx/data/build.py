@@ -73,7 +73,12 @@ def build_dataloader(
     """Build the data loader of ``Data.<mode>`` for one data rank. Training starts after ``consumed_samples``
     and never ends. Every evaluation reads the same batches: all of a finetuning dataset, or as many samples
     of corpora as the configuration asks for. An incomplete last batch is left out, or filled with padding
-    samples, whose loss mask is 0. Raises the errors of `build_dataset` and `GlobalBatchSampler`."""
+    samples, whose loss mask is 0.
+
+    Raises ConfigError if the section is missing, if its dataset is unknown or needs a tokenizer that is not
+    configured, or if the global batch is not divisible by micro batch size x data ranks. Raises DataError if
+    the data cannot be used.
+    """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
     tail: Tail = "wrap"
@@ -162,8 +167,9 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return what the finetuning dataset of ``Data.<mode>`` needs: its section, the tokenizer, and the
-    ``length_multiple`` (see `RecordDataset`). Raises ConfigError if no tokenizer is configured."""
+    """Return what the finetuning dataset of ``Data.<mode>`` needs: its section, the tokenizer, and a number
+    of which the padded length of samples is to be a multiple. Raises ConfigError if no tokenizer is
+    configured."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -253,7 +259,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
     """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
-    weights are configured, corpora too short for one sample are left out, too, unless all are."""
+    weights are configured, corpora too short for one sample are also left out, unless all are too short."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

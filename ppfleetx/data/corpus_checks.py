@@ -58,9 +58,10 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has none. At level ``index``, the bytes of
-    ``.idx`` and the lengths of both files are checked; at level ``full``, also the bytes of ``.bin``. Raises
-    the errors of `verify_corpora`."""
+    """Compare a corpus with its checksums. At level ``index``, the bytes of ``.idx`` and the lengths of both
+    files are checked; at level ``full``, also the bytes of ``.bin``. Returns whether the corpus has
+    checksums. Raises DataError if the corpus does not match them, if they are damaged, or if the level is
+    ``full`` and there are none."""
     checksums = read_checksums(prefix)
     if checksums is None:
         if level == "full":

@@ -97,8 +97,8 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Return the size in bytes of a split's three index arrays, which is also roughly the memory to build
-    them."""
+    """Return the size in bytes of the three arrays that store the order of a split's samples. Building them
+    takes roughly as much memory."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -106,8 +106,8 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
-    """Build the three index arrays for the sequences ``[first, last)`` of a corpus. ``sizes`` are the numbers
-    of tokens of all sequences in the corpus, int32."""
+    """Build the arrays that store the order of samples, for the sequences ``[first, last)`` of a corpus.
+    ``sizes`` are the numbers of tokens of all sequences in the corpus, int32."""
     # Only NumPy's legacy generator gives Megatron-LM's permutations.
     random = np.random.RandomState(seed)
     # Sizes mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
@@ -129,8 +129,9 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Return where each sample starts in the token stream, as :class:`IndexMaps` describes it. ``sizes`` are
-    the numbers of tokens of the sequences."""
+    """Return where each sample starts in the token stream, as rows (position in ``document_index``, token
+    within that sequence), [samples + 1, 2]. ``sizes`` are the numbers of tokens of all sequences in the
+    corpus."""
     # Row k is for token k * L of the stream; the last row is for the last token of the last sample.
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64

@@ -136,8 +136,8 @@ class _ZstdFile:
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
     feed). A carriage return before the line feed is kept. ``see(block)`` is called with each block of bytes
-    that is read, for example to hash the file. Raises the errors of `TextFile`, and DataError if a line is
-    longer than `MAX_LINE_BYTES`."""
+    that is read, for example to hash the file. Raises DataError if the file cannot be read, is damaged or is
+    truncated, or if a line is longer than `MAX_LINE_BYTES`."""
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):

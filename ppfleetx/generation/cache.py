@@ -53,8 +53,8 @@ class GrowingCache:
         return paddle.to_tensor(lengths.astype(np.int64)[:, None])
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
-        """Allocate the tensors of :meth:`memory` in the first pass. Only the operator that computes all
-        layers at once needs this call."""
+        """Allocate the keys and values of all layers, filled with zeros, for the first pass. Only the C++
+        operator that computes all layers at once needs this call."""
         shape = [rows, groups, self.length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
@@ -63,8 +63,8 @@ class GrowingCache:
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append the keys and values of new positions to the cache of one layer. ``key`` and ``value`` are
         [rows, key/value heads, new positions, head size]. Returns all keys and values of the layer, old and
-        new, and an additive attention mask. They may be followed by unused positions, which the mask hides.
-        In the first pass, there are no unused positions, and the mask is None."""
+        new, and an additive attention mask. The returned keys and values may end with unused positions, which
+        the mask hides. In the first pass, there are no unused positions, and the mask is None."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             # In the first pass, the attention layers apply their own masks.

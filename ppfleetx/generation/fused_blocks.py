@@ -45,9 +45,11 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """Return the model's weights in the layout for a pass with ``num_rows`` new tokens, counted over all
-        sequences, after ``num_columns`` cached positions. Returns None if the pass is too large for the
-        operation, or if memory does not suffice for another copy of the weights."""
+        """Return the model's weights for a pass of the C++ operation; their layout may differ between one new
+        token and several. ``num_rows`` is the number of new tokens in the pass, counted over all sequences,
+        and ``num_columns`` the number of cached positions before them. Returns None if the pass is so large
+        that Paddle's own operations are faster, or if memory does not suffice for another copy of the
+        weights."""
         # For large passes, Paddle's own operations are faster.
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
@@ -95,8 +97,11 @@ class FusedBlocks:
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the C++ operation with these weights and cache tensors, and with the rotary angles at
-        ``position_ids``."""
+        """Run all blocks and the final norm in the C++ operation on ``hidden [s, b, h]``, the hidden states
+        at new positions ``position_ids [b, s]``. ``memory`` holds the cached keys and values of all layers,
+        and ``column`` int64 [1] the index of the first new position in them. ``penalty`` is an additive
+        attention mask (None: the causal mask is enough). Returns the new hidden states ``[s, b, h]`` and the
+        tensors of ``memory``, updated in place."""
         angles = self.angles(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
@@ -182,7 +187,8 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """The four linear layers of a block, in the order in which the C++ operator expects them."""
+    """The linear layers of a block, in the order in which the C++ operator expects them: the attention's
+    query/key/value and output projections, and the two layers of the MLP."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

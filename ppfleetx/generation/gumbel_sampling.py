@@ -47,9 +47,8 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """``count`` random numbers in [0, 1) for one sequence, float32. Only programs exported in the older
-    format 2 use them; see `RandomStream` for the arguments.
-    """
+    """``count`` random numbers in [0, 1), float32, for sampling one sequence: continuation number ``copy`` of
+    the prompt with index ``prompt``. Only programs exported in the older format 2 use them."""
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 
@@ -67,8 +66,9 @@ def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
 
 
 def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Compute the same as :func:`draw` with Paddle operations only, for any device and for exported
-    programs."""
+    """Sample the same tokens as :func:`draw`, but with Paddle operations only, which run on any device and in
+    exported programs. ``weights [b, V]`` are unnormalized probabilities, and ``exponentials [b, n]`` float32
+    are each row's random numbers from Exp(1); `race_size` gives n. Returns token ids ``[b]`` int64."""
     vocab_size = weights.shape[-1]
     num_blocks = -(-vocab_size // BLOCK)
     missing = num_blocks * BLOCK - vocab_size

@@ -107,7 +107,8 @@ def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
     """Split the tokens of a text into chunks for one forward pass each. Yields the index of a chunk's first
-    token, its number of tokens, and the first four arguments of :meth:`NextTokenModel.with_cache`."""
+    token, its number of tokens s, and the model's inputs: tokens and positions, int64 [1, s], a mask that
+    hides no position, and the key/value cache, which is the same for all chunks."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

@@ -163,7 +163,8 @@ PLAIN = SamplingParams()
 
 def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
     """Choose the next token for each row of the processed ``logits [b, V]``: the likeliest at temperature 0,
-    else a sample. ``exponentials`` are this step's random numbers, as in `draw`; None at temperature 0."""
+    else a sample. ``exponentials [b, n]`` are this step's random numbers from each row's `RandomStream`
+    (`race_size` gives n); None at temperature 0."""
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -200,8 +201,8 @@ def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
     """Return the token sequences to forbid for one entry of ``bad_words``. A list of token ids is one
-    sequence. A word gives its tokens without a space before it and, if these begin with another token, those
-    with a space."""
+    sequence. A word is tokenized twice, without and with a space before it. Both results are returned if
+    their first tokens differ, else only the one without the space."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (

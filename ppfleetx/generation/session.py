@@ -92,8 +92,14 @@ class NextTokenModel:
         cache: GrowingCache,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Compute the hidden states ``[s, b, h]`` before the head for new tokens ``[b, s]``. The arguments
-        are those of :meth:`with_cache`."""
+        """Run new ``tokens [b, s]`` int64 after the n columns (positions) of ``cache``, and return their
+        hidden states ``[s, b, h]`` before the head.
+
+        Args:
+            visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
+                padding on the left may be hidden.
+            row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
+        """
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))

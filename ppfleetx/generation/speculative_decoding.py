@@ -140,10 +140,10 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Append the new tokens of a pass to this sequence, and return them: the accepted draft tokens, then
-        the next token that the model chooses. ``logits [1 + s, b, V]`` are those of
-        :meth:`ContinuousBatch.logits_with_drafts`, where this sequence is row ``i``. ``likeliest [1 + s, b]``
-        is their argmax."""
+        """Append the new tokens of a pass to this sequence, which is row ``i`` of the batch, and return them:
+        the accepted draft tokens, then the next token that the model chooses. In ``logits [1 + s, b, V]``,
+        index 0 follows each row's last token, and index k its k-th draft token. ``likeliest [1 + s, b]`` is
+        their argmax."""
         new: list[int] = []
         while True:
             place = len(new)

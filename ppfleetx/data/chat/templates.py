@@ -108,9 +108,9 @@ class ChatTemplate:
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Render a conversation as :meth:`render` does. Returns the text, and the spans of the text that
-        ``generation`` blocks mark.
-        """
+        """Render a conversation as text, with the arguments of :meth:`render`. Returns the text, and the
+        spans of the text that ``generation`` blocks mark. Raises ChatError if the template refuses the
+        conversation or fails, and DataError if it is not valid Jinja."""
         if not messages:
             raise ChatError("a conversation has at least one message")
         compiled = self._compiled
@@ -174,8 +174,9 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
     """Return the chat template that a user's option selects. The option's value ``given`` is the name of one
-    of the tokenizer's templates or the path of a file. None selects the default template, as in
-    `find_template`. ``key`` is the name of the option, for messages. Raises UserError."""
+    of the tokenizer's templates or the path of a file. None selects the tokenizer's default template or, if
+    the tokenizer has no templates, the plain one. ``key`` is the name of the option, for messages. Raises
+    UserError if there is no such template or it cannot be used."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -209,7 +210,8 @@ def render_with_answers(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> tuple[str, list[Span]]:
     """Render a conversation as text. Returns the text, and the spans of the assistant's turns in it. Raises
-    the errors of :meth:`ChatTemplate.render`, and ChatError if a turn cannot be located."""
+    ChatError if the template refuses the conversation or fails, or if a turn cannot be located in the text.
+    Raises DataError if the template is not valid Jinja."""
     if template.marks_answers:
         return template.render_spans(messages, **variables)
     # Without generation blocks, a turn is what it adds to the text of the messages before it or, if later
@@ -288,9 +290,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` at which the generation prompt ends. If ``text`` has only the
-        beginning of this prompt, this is where that beginning ends; if it has nothing of the prompt, 0.
-        ``text`` is what the template writes before the content of an answer."""
+        """Return the offset in ``text`` at which the generation prompt ends. ``text`` is what the template
+        writes before the content of an answer. If it has only the beginning of the generation prompt, the
+        offset is where that beginning ends; if it has nothing of the prompt, 0."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -29,8 +29,9 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 @dataclass(frozen=True)
 class _Ends:
     """Functions that find the ends of documents. ``first(data)`` and ``last(data)`` return the offset after
-    the first or the last delimiter in ``data``, or 0 if there is none. ``overlap`` is the length of the
-    longest delimiter minus 1."""
+    the first or the last delimiter in ``data``, or 0 if there is none. ``overlap`` is the number of bytes at
+    the end of a block that are searched again with the next block: the length of the longest delimiter minus
+    1."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]

@@ -315,9 +315,12 @@ class ChatDataset(RecordDataset):
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample of conversation ``index``, with the arrays of `PromptResponseDataset`. The index
-        `PADDING` gives a sample whose loss mask is 0. Raises DataError if the chat template refuses the
-        conversation."""
+        """Return the sample of conversation ``index``. The index `PADDING` gives a sample whose loss mask is
+        0. Raises DataError if the chat template refuses the conversation.
+
+        The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
+        ``lengths`` int64 [] (number of positions before the padding), ``sample_ids`` int64 [].
+        """
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)

@@ -111,9 +111,12 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return ``texts``, the contents of the files beside the tokenizer, with the chat templates in
-    ``additional_chat_templates/``. If there are any, they and ``chat_template.jinja`` (as ``default``)
-    replace the entry ``chat_template`` of ``tokenizer_config.json``. Raises DataError."""
+    """Return a tokenizer's files with the chat templates in the folder ``additional_chat_templates/`` of
+    ``directory`` copied into ``tokenizer_config.json``. ``texts`` are the contents of the files by name. In
+    the result, the entry ``chat_template`` of ``tokenizer_config.json`` lists the templates of the folder
+    and, as ``default``, the one from ``chat_template.jinja``, which is itself left out. If the folder has no
+    templates, ``texts`` is returned unchanged. Raises DataError if there are too many templates or a file is
+    damaged."""
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts

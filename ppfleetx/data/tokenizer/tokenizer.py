@@ -256,8 +256,9 @@ class Tokenizer:
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode ``text`` like `encode`, but to an integer array (uint32 or int64), which is faster than a
-        list."""
+        """Encode ``text`` as plain text to an integer array (uint32 or int64), which is faster than a list.
+        Special tokens in the text are not recognized, and no token is added. Raises DataError for a lone
+        surrogate, which UTF-8 cannot represent."""
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
