@@ -32,7 +32,8 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The batch sizes or sequence lengths before ``full``, in ascending order."""
+        """The batch sizes or sequence lengths that training uses before it reaches the last one, ``full``; in
+        ascending order."""
         return range(self.start, self.full, self.increment)
 
     @property

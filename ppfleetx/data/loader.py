@@ -152,8 +152,8 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> Sample:
         """Return the arrays of sample ``index``: ``tokens``, ``labels``, ``position_ids`` int64 [s],
-        ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Must be
-        thread-safe.
+        ``loss_mask`` float32 [s] (all 0 if ``index`` is `PADDING`), ``sample_ids`` int64 [] (the index). Must
+        be thread-safe.
 
         To support `Engine.log_source_loss`, a dataset has an attribute ``sources`` with the names of its
         sources, and its samples have ``source_ids`` int64 [], an index into ``sources``.

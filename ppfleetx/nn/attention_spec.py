@@ -219,16 +219,16 @@ class CoreSizes:
     softmax_in_fp32: bool
     capped: bool = False
 
-    def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
+    def tape(self, work: Work, qkv_bytes: float, *, recompute: bool) -> list[Step]:
         """Return the operations of the attention core (scores, softmax and context) for the memory simulation
         (:mod:`ppfleetx.nn.tape`).
 
         Args:
-            heads: bytes of the queries, keys and values that are kept for the backward pass.
+            qkv_bytes: bytes of the queries, keys and values that are kept for the backward pass.
         """
         core = self._steps(work)
         if recompute:
-            inner = Tape({"heads": heads}, (*core, Step("flat", self.context, ("context",), back=0.0)))
+            inner = Tape({"heads": qkv_bytes}, (*core, Step("flat", self.context, ("context",), back=0.0)))
             steps = [Step("flat", self.context, ("heads",), inner=inner)]
         else:
             steps = [*core, Step("flat", self.context, ("context",))]

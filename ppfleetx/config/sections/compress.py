@@ -214,7 +214,8 @@ class PruneConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """The number of optimizer steps after which the whole share ``ratio`` is removed."""
+        """The number of optimizer steps after which pruning is complete: the fraction ``ratio`` is
+        removed."""
         return self.begin_step if self.end_step is None else self.end_step
 
     def is_due(self, step: int) -> bool:

@@ -161,8 +161,8 @@ class RunningSequence:
         return Progress(self._index, text, self._row.finish_reason, score)
 
     def draft(self, most: int) -> int:
-        """Find up to ``most`` draft tokens in the sequence's own text, by prompt lookup. Returns their
-        number."""
+        """Set :attr:`drafts` to at most ``most`` tokens that prompt lookup finds in the sequence's own text.
+        Returns how many it has found."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)
