@@ -145,11 +145,13 @@ def card_of_device(device_name: str) -> str | None:
     """Return the name of a device's card in ``cards.yaml``, e.g. for ``NVIDIA A100-SXM4-80GB``; None if
     unknown.
 
-    Only the model of the card counts, not its memory or form factor: every A100 gets the constants of the SXM
-    card with 80 GB. Users can set `Global.card`, or correct the peak by `Global.peak_tflops`.
+    The model of the card and the GB in its name count, not its form factor: an A100 without a size that
+    ``cards.yaml`` has gets the constants of the SXM card with 80 GB. Users can set `Global.card`, or correct
+    the peak by `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
-    return next((name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU), None)
+    of_model = [name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU]
+    return max(of_model, key=lambda name: name.split("-")[-1] in words, default=None)
 
 
 def _card(name: str, described: dict[str, Any], place: str) -> Card:

@@ -48,11 +48,22 @@ def test_the_peak_is_that_of_the_card() -> None:
     assert "mfu" not in rates("Global.card=V100-32GB", *half), "it has no bfloat16"
     unknown = rates("Global.card=null")
     assert "mfu" not in unknown and unknown["tflops_per_device"] > 0
-    assert [card_of_device(name) for name in ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB", "CPU")] == [
-        "H100-80GB",
-        "V100-32GB",
-        None,
-    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA H100 NVL", "H100-80GB"),
+        ("CPU", None),
+    ],
+)
+def test_the_card_has_the_memory_that_the_devices_name_says(device: str, card: str | None) -> None:
+    assert card_of_device(device) == card
 
 
 def test_where_operations_are_not_known() -> None:
