@@ -216,7 +216,7 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 <<
 
 
 def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
-    if num_tokens <= most_tokens:
+    if num_tokens <= max(most_tokens, 2 * _PART):  # two parts, the fewest of a sample, would overlap
         starts = range(0, num_tokens, _PART)
     else:
         count = max(2, most_tokens // _PART)

@@ -109,6 +109,10 @@ def test_parts_of_a_large_corpus_are_looked_at(
     assert check_corpus(corpus, 8, most_tokens=1 << 18) == (7, 1 << 18)
     with pytest.raises(DataError, match="token id 7, and the model has ids 0 to 6"):
         check_corpus(corpus, 7, most_tokens=1 << 18)
+    # Where two parts would overlap, all tokens are read, each once.
+    for size in (2000, 100_000):
+        write_corpus(tmp_path / f"of_{size}", tokens[-size:])
+        assert check_corpus(open_tokens(tmp_path / f"of_{size}"), 8, most_tokens=size // 2) == (7, size)
     monkeypatch.setattr(corpus_checks, "_MOST_TOKENS", 1)
     options = [f"Data.Train.dataset.input_dir={tmp_path / 'long'}"]
     assert token_id_lines(load_config(place / "run.yaml", options))[1].endswith(
