@@ -72,7 +72,7 @@ class Serve(ModelOptions):
     examples = """\
 examples:
   ppfleetx serve output
-  ppfleetx serve output --port 9000 -o Generation.max_dec_len=200
+  ppfleetx serve output --port 9000 -o Serve.max_batch_size=32
 """
     port: int | None = option("port of the server (default: Serve.port)", key="Serve.port")
 
