@@ -86,28 +86,32 @@ def _observed(directory: Path, card: Card) -> Observed:
             value=directory,
         )
     seconds = list(_step_seconds(metrics))
-    if len(seconds) <= _WARM_UP:
+    if not seconds:
         raise ConfigError(
-            f"has {len(seconds)} steps in metrics.jsonl; more than {_WARM_UP} are needed, because the first "
-            f"{_WARM_UP} are not counted",
+            f"has no usable record in metrics.jsonl that begins after the first {_WARM_UP} steps, which are "
+            "not counted; train for more steps, or set a smaller Engine.logging_freq",
             key="--calibrate",
             value=directory,
         )
     job = job_of(load_config(config), card)
-    return Observed(str(directory), job, statistics.median(seconds[_WARM_UP:]))
+    return Observed(str(directory), job, statistics.median(seconds))
 
 
 def _step_seconds(path: Path) -> list[float]:
     """Read the mean seconds of a step, without waiting for data, from each record in ``metrics.jsonl``.
 
-    Records of evaluations, and records without a positive and finite time, are left out.
+    Records of evaluations, records that include warm-up steps, and records without a positive and finite
+    time are left out.
     """
-    found = []
+    found, steps = [], 0
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored
         try:
             record = json.loads(line)
             if record.get("kind") == "train":
-                found.append(float(record["batch_cost"]) - float(record.get("reader_cost", 0.0)))
+                seconds = float(record["batch_cost"]) - float(record.get("reader_cost", 0.0))
+                if steps >= _WARM_UP:
+                    found.append(seconds)
+                steps += int(record.get("num_steps", 1))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 "holds a line that is not the record of a step", key="--calibrate", value=path

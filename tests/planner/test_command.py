@@ -246,6 +246,21 @@ def test_json_says_what_calibration_found(capsys, tmp_path):
         assert sum(parts.values()) == pytest.approx(total, abs=1e-3)
 
 
+def test_calibration_leaves_out_the_first_two_steps_and_not_the_first_two_records(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"_base_": str(Path(NANO).resolve())}))
+
+    def told(num_steps: int, *times: float) -> str:
+        records = ({"kind": "train", "num_steps": num_steps, "batch_cost": time} for time in times)
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return calibrate([str(tmp_path)], Cluster(load_card("CPU")), None)[1]
+
+    assert "measured 0.5 s" in told(1, 9.0, 9.0, 0.5)
+    assert "measured 0.5 s" in told(10, 9.0, 0.5)
+    for num_steps, times in ((1, (9.0, 9.0)), (10, (9.0,))):
+        with pytest.raises(ConfigError, match=r"no usable record .* after the first 2 steps"):
+            told(num_steps, *times)
+
+
 def test_rank_order_decides_who_shares_a_node(capsys):
     """Stages that lie next to each other send within the node, and replicas over the network."""
     words = ("--per-node", "2", "--plan", "dp=2,pp=2,micro=1", "--json")
