@@ -29,6 +29,7 @@ from ppfleetx.models.gpt.spec import (
 )
 from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
+from ppfleetx.planner.job import mean_states
 from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, expected_device, not_supported_reasons
 from ppfleetx.utils.gpu_operators import host_operator_notes
@@ -278,7 +279,7 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
-    moments = 4 * cfg.Optimizer.num_states
+    moments = 4 * mean_states(cfg)
     masters = 4 if precision.enable and precision.level == "O2" else 0
     size = moments + masters
     if size == 0:
@@ -288,11 +289,15 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
                 f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing",
             )
         ]
-    rank_bytes = trained_count(cfg.Model) * size // (plan.mp * plan.pp * plan.sharding)
+    rank_bytes = int(trained_count(cfg.Model) * size / (plan.mp * plan.pp * plan.sharding))
     ranks = min(plan.world_size, _RANKS_PER_NODE)
-    text = f"optimizer states in host memory, {size} bytes a parameter: about {bytes_text(rank_bytes)} a rank"
+    text = f"optimizer states in host memory, {size:.3g} bytes a parameter: about"
     return [
-        _line("offload", f"{text}, {bytes_text(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}")
+        _line(
+            "offload",
+            f"{text} {bytes_text(rank_bytes)} a rank, {bytes_text(rank_bytes * ranks)} on a node with "
+            f"{counted(ranks, 'rank')}",
+        )
     ]
 
 

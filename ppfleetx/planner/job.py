@@ -273,7 +273,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         seq_len=sequence_length(cfg),
         precision=precision,
         recomputed=recompute_of(model),
-        moments=_moments(cfg),
+        moments=mean_states(cfg),
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
@@ -286,7 +286,8 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
     )
 
 
-def _moments(cfg: RunConfig) -> float:
+def mean_states(cfg: RunConfig) -> float:
+    """Return the mean number of float32 optimizer states per trained parameter."""
     trained = [spec for spec in parameter_specs(cfg.Model, cfg.Compress).values() if spec.trains]
     elements = sum(math.prod(spec.shape) for spec in trained)
     states = sum(math.prod(spec.shape) * cfg.Optimizer.states_of(spec.name, spec.kind) for spec in trained)

@@ -117,6 +117,8 @@ def test_check_report_of_175b():
         # 6,654,402,560 parameters on 16 ranks; two float32 moments and a master weight for each.
         ([], "12 bytes a parameter: about 4.6 GiB a rank, 37.2 GiB on a node with 8 ranks"),
         (["Engine.mix_precision.enable=False"], "8 bytes a parameter: about 3.1 GiB a rank"),
+        # Muon keeps one state for the 6,442,450,944 parameters in matrices of blocks, and two for the rest.
+        (["Optimizer.name=Muon"], "8.13 bytes a parameter: about 3.1 GiB a rank, 25.2 GiB on a node"),
         (["Optimizer.name=SGD", "Engine.mix_precision.enable=False"], "the host holds nothing"),
     ],
 )

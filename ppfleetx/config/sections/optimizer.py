@@ -243,14 +243,6 @@ class OptimizerConfig(Section):
         """The names of the optimizers in use: the main one, and those of the parameter groups."""
         return {self.name, *(group.optimizer or self.name for group in self.groups)}
 
-    @property
-    def num_states(self) -> int:
-        """The number of float32 optimizer states per parameter. Weight matrices of the blocks may have fewer.
-
-        If parameter groups use several optimizers, it is the largest number that one of them needs.
-        """
-        return max(OPTIMIZERS.traits(name).states for name in self.names)
-
     def states_of(self, name: str, kind: ParamKind) -> int:
         """The number of float32 optimizer states that parameter ``name`` has.
 
