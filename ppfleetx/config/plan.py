@@ -42,6 +42,7 @@ CONFIG_KEYS = {
     "padded_vocab": "Model.vocab_size_divisible_unit",
     "seq_len": "Data.Train.dataset.max_seq_len",
     "accumulate_steps": "Engine.accumulate_steps",
+    "uses_muon": "Optimizer.name",
 }
 """The configuration key for each number of a plan or of its workload."""
 
@@ -153,9 +154,9 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a model and its batches that a parallel plan must divide evenly.
+    """What decides whether a parallel plan is legal: sizes that it must divide evenly, and the optimizer.
 
-    A size of None is unknown and is not checked. ``num_experts`` of a dense model is 0.
+    What is None is unknown and is not checked. ``num_experts`` of a dense model is 0.
     """
 
     num_layers: int | None = None
@@ -167,6 +168,7 @@ class Workload:
     accumulate_steps: int | None = None
     num_experts: int | None = None
     expert_size: int | None = None
+    uses_muon: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,12 @@ LEGAL: tuple[PlanRule, ...] = (
         lambda p, w: not p.sharding_offload or (p.sharding > 1 and p.sharding_stage > 1),
         "offload needs sharding_stage 2 or 3 and sharding_degree > 1 "
         "(they are {sharding_stage} and {sharding})",
+    ),
+    PlanRule(
+        ("sharding_offload", "mp", "uses_muon"),
+        lambda p, w: not (w.uses_muon and p.sharding_offload and p.mp > 1),
+        "Muon needs whole matrices, which mp_degree {mp} slices, and they cannot be gathered in host memory: "
+        "set sharding_offload to False",
     ),
     PlanRule(
         ("sequence_parallel", "mp"),

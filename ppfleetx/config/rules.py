@@ -102,19 +102,18 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 
 
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
-    """The sizes of a run's model and data that a parallel plan must divide evenly.
+    """What decides whether a parallel plan is legal for a run.
 
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run.
     """
     seq_len = math.gcd(*used_lengths(cfg).values()) or None
-    return model_workload(cfg.Model, seq_len, accumulate_steps)
+    return model_workload(cfg.Model, seq_len, accumulate_steps, uses_muon="Muon" in cfg.Optimizer.names)
 
 
-def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: int | None) -> Workload:
-    """Return the sizes of ``model`` and its batches that a parallel plan must divide evenly.
-
-    An argument of None is an unknown size, which is not checked.
-    """
+def model_workload(
+    model: ModelConfig, seq_len: int | None, accumulate_steps: int | None, *, uses_muon: bool
+) -> Workload:
+    """What decides whether a parallel plan is legal. A size whose argument is None is unknown."""
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,
@@ -126,6 +125,7 @@ def model_workload(model: ModelConfig, seq_len: int | None, accumulate_steps: in
         accumulate_steps=accumulate_steps,
         num_experts=moe.num_experts if moe else 0,
         expert_size=(moe.expert_ffn_size or model.ffn_size) if moe else None,
+        uses_muon=uses_muon,
     )
 
 

@@ -88,6 +88,7 @@ class Job:
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.
         moments: mean number of optimizer states per trained parameter, such as 2 for AdamW.
+        uses_muon: whether parameters are updated by Muon, which excludes some plans.
         flash: whether attention uses flash attention.
         async_save: whether checkpoints are written in the background, from a copy in host memory.
         kernels: the implementation to predict, see :data:`ppfleetx.nn.cost.Kernels`.
@@ -103,6 +104,7 @@ class Job:
     precision: Precision
     recomputed: tuple[Recompute, ...]
     moments: float = 2
+    uses_muon: bool = False
     flash: bool = False
     async_save: bool = False
     kernels: Kernels = "gpu"
@@ -163,8 +165,8 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The sizes of the model and the batch that a parallel plan must divide evenly."""
-        return model_workload(self.model, self.seq_len, self.accumulate)
+        """What decides whether a parallel plan is legal."""
+        return model_workload(self.model, self.seq_len, self.accumulate, uses_muon=self.uses_muon)
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
         """Return the layer indices on pipeline stage ``stage``, one list per virtual stage."""
@@ -274,6 +276,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         precision=precision,
         recomputed=recompute_of(model),
         moments=mean_states(cfg),
+        uses_muon="Muon" in cfg.Optimizer.names,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,

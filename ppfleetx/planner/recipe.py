@@ -149,7 +149,7 @@ class Recipe:
 
 
 def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
-    """Make the training configuration for ``inputs``, under the fastest plan that suits its optimizer.
+    """Make the training configuration for ``inputs``, under the fastest plan.
 
     ``per_node`` is the number of cards in a node.
 
@@ -166,24 +166,16 @@ def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
     written = UnresolvedConfig(*read_config(Sections(values, "the recipe")))
     whole = job_of(written.under(ParallelPlan(), 1, inputs.batch, None), inputs.kind)
     found = search(whole, Cluster(inputs.kind, per_node), inputs.cards, asked_in="--cards")
-    best = next(filter(_suits_muon, found.best), None)
-    if best is None:
+    if not found.best:
         raise ConfigError(
             f"a model of depth {inputs.depth} fits under no plan: take more cards, or larger ones",
             key="--cards",
             value=f"{inputs.cards}x{inputs.card}",
         )
+    best = found.best[0]
     job = best.job
     cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
     return Recipe(inputs, _under_plan(values, cfg), best)
-
-
-def _suits_muon(prediction: Prediction) -> bool:
-    """Return whether the parallel plan of ``prediction`` suits the optimizer Muon."""
-    # Muon updates whole matrices. Under tensor parallelism with offload, it would have to assemble them in
-    # host memory.
-    plan = prediction.job.plan
-    return plan.mp == 1 or not plan.sharding_offload
 
 
 def _values(inputs: RecipeInputs) -> dict[str, Any]:

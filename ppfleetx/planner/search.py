@@ -95,8 +95,9 @@ def search(
     tried = track(plans, "search", total=len(plans), unit="plan")
     tight = [plan for plan in tried if looking.try_plan(plan)]
     for plan in tight:  # offload costs time in every step, so try it only where memory is short
-        if plan.sharding > 1 and plan.sharding_stage > 1:
-            looking.try_plan(replace(plan, sharding_offload=True))
+        offloaded = replace(plan, sharding_offload=True)
+        if not violations(offloaded, replace(job.workload, accumulate_steps=None)):
+            looking.try_plan(offloaded)
     best = looking.short.in_order()
     if goal == "time":
         best.sort(key=lambda prediction: prediction.likely_at_most)

@@ -90,6 +90,13 @@ IMPOSSIBLE = [
     ),
     (
         8,
+        f"{D}.dp_degree=1 {D}.mp_degree=4 {D}.sharding.sharding_degree=2 "
+        f"{D}.sharding.sharding_stage=2 {D}.sharding.sharding_offload=True Optimizer.name=Muon",
+        "Muon needs whole matrices, which mp_degree 4 slices",
+        "",
+    ),
+    (
+        8,
         f"{D}.dp_degree=4 {D}.sharding.sharding_degree=2 {D}.sharding.sharding_stage=4",
         "one of 1, 2, 3",
         "",
