@@ -334,6 +334,14 @@ def test_older_files_of_gpt_neox(tmp_path):
     assert check_logits(there, convert(there)) < CLOSE
 
 
+def test_the_length_of_a_bloom_comes_back(tmp_path):
+    """Its key is also one of PaddleNLP's, which are left out."""
+    source = directory_of(tmp_path, "bloom", seq_length=64)
+    convert(Conversion("hf", "ppfleetx", source, tmp_path / "ours"))
+    convert(Conversion("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back"))
+    assert json.loads((tmp_path / "back/config.json").read_text())["seq_length"] == 64
+
+
 def test_of_paddle_only_llamas_are_read(tmp_path):
     source = directory_of(tmp_path, "qwen2")
     tensors = load_file(source / "model.safetensors")

@@ -202,9 +202,11 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
     Args:
         keys: the result of :func:`model_keys` for ``config``.
     """
-    if _OF_PADDLE.isdisjoint(config):
+    mapped = FAMILIES[config["model_type"]].mapped  # such as the seq_length of Bloom
+    if (_OF_PADDLE - mapped).isdisjoint(config):
         return dict(config)
-    kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
+    left_out = (_OF_PADDLE | _SWITCHED_OFF.keys()) - mapped
+    kept = {key: value for key, value in config.items() if key not in left_out}
     # Paddle's libraries may omit tie_word_embeddings.
     return kept | {"tie_word_embeddings": keys["tie_word_embeddings"]}
 
