@@ -74,7 +74,7 @@ class GPT2LMHeadModel:
         """Compute float32 logits ``[b, s, V]`` of token ids ``[b, s]`` (b sequences, s tokens, V vocabulary).
         In training mode, compute the mean next-token loss of ids ``[b, s + 1]`` instead, a scalar.
 
-        Padding at the end of a sequence (repeated end-of-document tokens) does not count in the loss.
+        End-of-document tokens at the end of a sequence are taken for padding and do not count in the loss.
 
         Raises:
             DataError: an id is outside the model's vocabulary, a sequence is longer than ``seq_length``, or
@@ -89,8 +89,8 @@ class GPT2LMHeadModel:
         counts = _is_text(ids, self._pad_id)[:, 1:]
         if not counts.any():
             raise DataError("no token counts in the loss: the sequences are padding, or of one token")
+        labels = self.model._ids(ids[:, 1:])
         logits = self.model(ids[:, :-1])
-        labels = paddle.to_tensor(ids[:, 1:].astype(np.int64))
         each = F.cross_entropy(logits, labels.unsqueeze(-1), reduction="none").squeeze(-1)
         mask = paddle.to_tensor(counts.astype(np.float32))
         return (each * mask).sum() / mask.sum()

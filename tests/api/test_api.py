@@ -347,6 +347,9 @@ def test_padding_does_not_count_in_the_loss(here: Path) -> None:
     long = tokenizer(["hello world"], padding="max_length", max_length=20, return_tensors="np")["input_ids"]
     model.set_train(True).model.network.eval()  # without dropout
     assert model(long).item() == pytest.approx(model(short).item(), rel=1e-5)
+    for wrong in (model.config.vocab_size, -1, -100, 2**40):  # as the last label, which is no input
+        with pytest.raises(DataError, match=f"token id {wrong} is outside"):
+            model([[1, 2, wrong]])
     assert _is_text(np.array([[9, 1, 9, 2, 9, 9]]), 9).tolist() == [[True] * 4 + [False] * 2]
 
 
