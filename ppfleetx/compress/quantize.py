@@ -18,7 +18,7 @@ from paddle import nn
 from ppfleetx.checkpoint.paddle_tensors import dtype_of, load_model
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
-from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
+from ppfleetx.checkpoint.weights import in_stored_types, vocab_dims, with_vocabulary
 from ppfleetx.compress.calibration_data import Samples
 from ppfleetx.compress.quantization_report import LayerReport, Report
 from ppfleetx.compress.rounding import (
@@ -227,7 +227,7 @@ class Quantizer:
             activations = self._activations
             self.report.num_measured = activations.num_measured
             self.report.perplexity_before, self.report.perplexity_after = activations.perplexities()
-        return list(self._ready.values())
+        return self._in_stored_types()
 
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
@@ -306,7 +306,15 @@ class Quantizer:
                 self._put(f"{name.removesuffix('.weight')}.scale", stored[name].scale)
             else:
                 self._put(name, parameter.numpy())
-                self.report.kept += parameter.size * parameter.element_size()
+
+    def _in_stored_types(self) -> list[TensorSlice]:
+        """Return all tensors, and add the size of those that were not quantized to the report. Tensors that
+        were 16 bits and have not changed are 16 bits again."""
+        types = {name: self._checkpoint.entry(name).dtype for name in self._checkpoint.names()}
+        tensors = [one for ready in self._ready.values() for one in in_stored_types([ready], types)]
+        quantized = {f"{layer.name}.{part}" for layer in self.report.layers for part in ("weight", "scale")}
+        self.report.kept = sum(tensor.num_bytes for tensor in tensors if tensor.name not in quantized)
+        return tensors
 
     def _warn(self) -> None:
         """Warn of layers whose output changed much, and of outliers that may be the reason."""

@@ -14,6 +14,9 @@ import pytest
 
 from ppfleetx.checkpoint.adapters import merge_lora
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
+from ppfleetx.checkpoint.weights import fitted
+from ppfleetx.checkpoint.weights_only import read_ppfleetx, write_ppfleetx
 from ppfleetx.commands.checkpoint_transforms import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import REPORT_FILE, quantize
@@ -116,6 +119,26 @@ def test_a_group_that_divides_is_chosen(hidden, ffn, group, skipped, caplog) -> 
     assert all(pattern in caplog.text for pattern in skipped)
     of_8_bits = with_group(model, WeightsConfig(bits=8, asymmetric=True))
     assert (of_8_bits.group_size, of_8_bits.asymmetric) == ((None, False) if skipped else (group, True))
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_what_is_kept_keeps_its_element_type(run_dir, corpus, tmp_path, smooth) -> None:
+    source = read_ppfleetx(run_dir)
+    model = section_of(ModelConfig, source.model)
+    write_ppfleetx(source, fitted(source.cast("BF16"), model), model, tmp_path / "bf16")
+    options = {"smooth": True, "calibration": corpus} if smooth else {}
+    report = _quantize(tmp_path / "bf16", tmp_path / "small", skip=("head", "embedding.*"), **options)
+    small = open_resolved(resolve_checkpoint(str(tmp_path / "small")))
+    entries = {name: small.entry(name) for name in small.names()}
+    quantized = {f"{layer['name']}.{part}" for layer in report["layers"] for part in ("weight", "scale")}
+    kept = {name: entry for name, entry in entries.items() if name not in quantized}
+    smoothed = {name for name, entry in kept.items() if entry.dtype != "BF16"}
+    # SmoothQuant divides norms by factors, which 16 bits do not hold.
+    assert bool(smoothed) == smooth and all("norm" in name for name in smoothed)
+    sizes = {name: np.prod(e.shape) * NUMPY_OF_DTYPE[e.dtype].itemsize for name, e in entries.items()}
+    assert report["kept"] == sum(sizes[name] for name in kept)
+    generator, cfg = _generator(tmp_path / "small")
+    assert generator.generate(["the"], cfg.Generation)[0][0].ids
 
 
 def test_a_width_that_no_group_divides(tmp_path, caplog) -> None:
