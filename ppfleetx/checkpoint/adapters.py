@@ -31,10 +31,10 @@ def is_adapter_or_head(name: str) -> bool:
     return ".lora." in name or name.startswith("score.")
 
 
-def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
+def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str], *, widened: bool = False) -> str:
     """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. It covers
     the element type and the first few numbers of each tensor in ``names``, and does not depend on the
-    parallel plan that saved the checkpoint."""
+    parallel plan that saved the checkpoint. With ``widened``, 16-bit numbers count as float32."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
         entry = checkpoint.entry(name)
@@ -46,7 +46,10 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
         box = tuple(min(size, limit) for size, limit in zip(sizes, limits, strict=True))
         values = checkpoint.read(name, offset=(0,) * len(box), shape=box)
         assert values.dtype == NUMPY_OF_DTYPE[entry.dtype]
-        digest.update(f"{name} {entry.dtype} {box}".encode())
+        dtype = entry.dtype
+        if widened and dtype in ("F16", "BF16"):
+            values, dtype = cast(values, dtype, "F32"), "F32"
+        digest.update(f"{name} {dtype} {box}".encode())
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
 
@@ -136,8 +139,10 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
     frozen = _frozen_names(source, model)
     fingerprints = checkpoint.manifest.fingerprints
-    trained_over = fingerprints.get(BASE) or base_fingerprint(checkpoint, frozen)
-    if trained_over != base_fingerprint(source, frozen):
+    # A checkpoint of the whole model holds the base as it was trained over, in float32 on a CPU.
+    is_whole = BASE not in fingerprints
+    trained_over = base_fingerprint(checkpoint, frozen, widened=True) if is_whole else fingerprints[BASE]
+    if trained_over != base_fingerprint(source, frozen, widened=is_whole):
         raise CheckpointError(
             f"the adapters of {checkpoint.path} were trained over other weights than those of {base}, or "
             "over the same in another element type"

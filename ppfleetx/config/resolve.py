@@ -99,7 +99,8 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 
 
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
-    """Write the ``-o`` options that change ``plan`` into the plan ``near`` along ``axes``."""
+    """Return, as text for a message, the ``-o`` options that change ``plan`` into the plan ``near``. Only the
+    degrees of ``axes`` are compared."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
     values = {axis: getattr(near, axis) for axis in changed}
     return " ".join(f"-o {CONFIG_KEYS[a]}={'null' if v is None else v}" for a, v in values.items())

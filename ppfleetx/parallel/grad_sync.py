@@ -162,8 +162,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of the ``parameters``, without those that training steps do not use at present. A
-    gradient that no backward pass produced is zero."""
+    """Return the gradients of those of the ``parameters`` that training steps use at present. If no backward
+    pass has produced a gradient, it is zero."""
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 

@@ -95,7 +95,8 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """Return the process group of the ranks that share the parameter; None if only this rank holds it."""
+        """Return the process group of the ranks among which the parameter is sharded; None if this is the
+        only rank."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:

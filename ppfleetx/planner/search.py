@@ -129,10 +129,10 @@ class _Search:
         return not every_fits
 
     def _all_fit(self, fitted: Job) -> bool:
-        """Try a job with more and more recompute, and keep the best candidates.
+        """Try a job with more and more recompute, and keep the best candidates. Returns whether all
+        candidates that were tried fit into memory.
 
-        A search for the fastest plan stops at the first candidate that fits or is too slow. Returns False if
-        a candidate was found not to fit into memory, otherwise True.
+        A search for the fastest plan ends with the first candidate that fits or is too slow.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

@@ -29,6 +29,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import InferenceFactory
+from ppfleetx.utils.bfloat16 import from_bfloat16, to_bfloat16
 from tests.deploy.server.browser import is_installed, started
 from tests.deploy.server.conftest import MODEL, Server, command
 from tests.helpers import programs
@@ -247,3 +248,37 @@ def test_adapters_over_latent_attention_leave_no_trace():
     assert np.abs(wanted["one"] - wanted[None]).max() > 0.01
     for name in names:
         np.testing.assert_allclose(logits(name), wanted[name], atol=1e-4)
+
+
+def test_adapters_with_their_base_in_float32_fit_the_base_in_16_bits(served_checkpoint, tmp_path):
+    """As a run on a CPU saves them that starts from a bfloat16 model."""
+    lora = {"rank": 3, "targets": ["*"]}
+    model = ModelConfig(**{**MODEL, "lora": lora})
+    rng = np.random.default_rng(0)
+    values = {name: rng.normal(0, 0.3, shape) for name, shape in parameter_shapes(model).items()}
+    halves = {name: to_bfloat16(value.astype(np.float32)) for name, value in values.items()}
+    frozen = {name: value for name, value in halves.items() if ".lora." not in name}
+    with_adapters = {name: from_bfloat16(value) for name, value in halves.items()}
+
+    def save(directory: Path, dtype: str, arrays: dict[str, np.ndarray], section: dict) -> Path:
+        tensors = [
+            TensorSlice(name, "model", dtype, value.shape, (0,) * value.ndim, value.shape, value)
+            for name, value in arrays.items()
+        ]
+        save_checkpoint(
+            directory,
+            epoch=0,
+            step=2,
+            tensors=tensors,
+            state={},
+            config={"Model": section},
+            vocab_size=MODEL["vocab_size"],
+        )
+        return directory
+
+    base = save(tmp_path / "base", "BF16", frozen, {**MODEL})
+    whole = save(tmp_path / "whole", "F32", with_adapters, model.model_dump(mode="json"))
+    assert len(read_adapters(whole, base).tensors) == len(values) - len(frozen)
+    next(iter(frozen.values()))[:1] ^= 1
+    with pytest.raises(CheckpointError, match="over other weights"):
+        read_adapters(whole, save(tmp_path / "other", "BF16", frozen, {**MODEL}))
