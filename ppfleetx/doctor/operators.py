@@ -40,8 +40,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Return the row of the report about the kernels of a card that is not a GPU. Missing kernels are only a
-    warning if the CPU has all of them, because the host then runs these operators."""
+    """Return the report's row about the kernels of a card that is not a GPU. Missing kernels are an error. If
+    the CPU has all of them, they are a warning, because the host then runs these operators."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]

@@ -148,8 +148,8 @@ def elementwise(name: str, part: Part, forward: float, backward: float, kernels:
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Return the operation of dropout and residual addition. If ``dropout`` is above 0, it includes a mask of
-    one byte per element."""
+    """Return the cost of dropout and residual addition, as one operation. If ``dropout`` is above 0, a mask
+    of one byte per element counts too."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)

@@ -62,8 +62,8 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the MLP for the memory simulation (:mod:`ppfleetx.nn.tape`). The result is
-        named ``writes``; the names of intermediate tensors begin with it."""
+        """Return the operations of the MLP for the memory simulation (:mod:`ppfleetx.nn.tape`). The output
+        tensor is named ``writes``; the names of intermediate tensors begin with it."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),

@@ -104,8 +104,8 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """Return two peaks of memory in the forward pass: that of the steps that use parameters, and that of
-        the other steps."""
+        """Return two peaks of memory in the forward pass: that of the operations that use parameters, and
+        that of the other operations."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):

@@ -132,7 +132,8 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """The bytes of a micro batch's hidden states on a rank, divided along ``sep`` but not ``mp``."""
+        """The bytes of a micro batch's hidden states on a rank. The sequence is split over context-parallel
+        ranks (``sep``), but not over tensor-parallel ones."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
