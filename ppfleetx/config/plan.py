@@ -200,10 +200,10 @@ LEGAL: tuple[PlanRule, ...] = (
         "(they are {sharding_stage} and {sharding})",
     ),
     PlanRule(
-        ("sharding_offload", "mp", "uses_muon"),
-        lambda p, w: not (w.uses_muon and p.sharding_offload and p.mp > 1),
-        "Muon needs whole matrices, which mp_degree {mp} slices, and they cannot be gathered in host memory: "
-        "set sharding_offload to False",
+        ("sharding_offload", "mp", "emp", "uses_muon"),
+        lambda p, w: not (w.uses_muon and p.sharding_offload and max(p.mp, p.emp) > 1),
+        "Muon needs whole matrices, which mp_degree {mp} and expert_mp_degree {emp} slice, and they cannot "
+        "be gathered in host memory: set sharding_offload to False",
     ),
     PlanRule(
         ("sequence_parallel", "mp"),

@@ -269,7 +269,7 @@ class Order:
             weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
                 None: the sum is not weighted, and no choice may have been dropped.
         """
-        if outputs.shape[0] == 0:  # all choices of this rank were dropped
+        if self._kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
             return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])

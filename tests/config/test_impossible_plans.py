@@ -92,7 +92,14 @@ IMPOSSIBLE = [
         8,
         f"{D}.dp_degree=1 {D}.mp_degree=4 {D}.sharding.sharding_degree=2 "
         f"{D}.sharding.sharding_stage=2 {D}.sharding.sharding_offload=True Optimizer.name=Muon",
-        "Muon needs whole matrices, which mp_degree 4 slices",
+        "Muon needs whole matrices, which mp_degree 4 and expert_mp_degree 4 slice",
+        "mp 4, pp 1, sharding 2 (stage 2)",
+    ),
+    (
+        4,
+        f"{D}.dp_degree=2 {D}.expert_mp_degree=2 {D}.sharding.sharding_degree=2 Model.moe.num_experts=4 "
+        f"{D}.sharding.sharding_stage=2 {D}.sharding.sharding_offload=True Optimizer.name=Muon",
+        "which mp_degree 1 and expert_mp_degree 2 slice",
         "",
     ),
     (

@@ -251,3 +251,19 @@ def test_a_rank_whose_choices_are_all_dropped():
     assert mixed.shape == [3, 8] and not mixed.any()
     mixed.sum().backward()
     assert not rows.grad.any() and not weights.grad.any()
+
+
+def test_an_export_has_no_branches():
+    """A branch would cost time in every layer."""
+    import paddle
+    from paddle.static import InputSpec
+
+    from ppfleetx.nn.moe import Order
+
+    def mixed(rows, choice, weights):
+        order = Order(choice, 4, None)
+        return order.combine(order.dispatch(rows), weights)
+
+    specs = [InputSpec([None, 8]), InputSpec([None, 2], "int64"), InputSpec([None, 2])]
+    program = paddle.jit.to_static(mixed, specs, full_graph=True).concrete_program.main_program
+    assert "pd_op.if" not in {operation.name() for operation in program.global_block().ops}

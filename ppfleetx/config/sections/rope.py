@@ -43,7 +43,8 @@ class RopeScalingConfig(Section):
     """Stretching of the rotary frequencies, so that a model can read longer sequences than it was trained on.
 
     Names, meanings and defaults are those of `rope_scaling` (or `rope_parameters`) in a Hugging Face
-    `config.json`. `Model.max_position_embeddings` is the length after stretching.
+    `config.json`. `Model.max_position_embeddings` is the length after stretching; it does not affect the
+    frequencies.
     """
 
     type: Literal["linear", "yarn", "llama3", "longrope"]
