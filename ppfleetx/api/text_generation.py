@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -277,7 +278,7 @@ class Trainer:
         """
         if input_data is None:
             raise ConfigError("give input_data: a prompt, a list of them or a file", key="input_data")
-        if isinstance(input_data, str) and Path(input_data).is_file():
+        if isinstance(input_data, str) and os.path.isfile(input_data):  # noqa: PTH113 - raises for no text
             input_data = [line for line in Path(input_data).read_text("utf-8").splitlines() if line.strip()]
         if predict_checkpoint is None and self._trainer is not None:
             model: _MODEL_LIKE = self._trainer.model

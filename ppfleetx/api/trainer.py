@@ -155,6 +155,7 @@ class Trainer:
         Raises:
             UserError: the run cannot start or fails, e.g. because the output directory holds another run.
         """
+        self._model = None
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
         from ppfleetx.commands.training import train
 
@@ -191,9 +192,10 @@ class Trainer:
 
     @property
     def model(self) -> GPT:
-        """The trained model. After :meth:`fit`, it is the model in memory. Otherwise it is loaded from
-        ``Engine.save_load.ckpt_dir`` or, if that is not set, from the last checkpoint in ``output_dir``.
-        Raises UserError if there is none."""
+        """The trained model. After :meth:`fit`, it is the model in memory or, if the plan splits the model
+        (tensor, pipeline or context parallelism, ZeRO stage 3), it is loaded from the last checkpoint in
+        ``output_dir``. Without :meth:`fit`, it is loaded from ``Engine.save_load.ckpt_dir`` or, if that is
+        not set, from the last checkpoint in ``output_dir``. Raises UserError if there is none."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)

@@ -64,8 +64,10 @@ class SharedSave:
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
-        """On rank 0, write the manifest, rename the checkpoint to its final name, and return its path.
-        Returns None on other ranks.
+        """On rank 0, write the documents and the manifest, rename the checkpoint to its final name, update
+        the file ``latest``, delete the run's old checkpoints, and return the path. Returns None on other
+        ranks. Raises CheckpointError if the files are incomplete or damaged, or if a checkpoint of the same
+        name must not be replaced.
 
         Args:
             written: the results of `write` on all ranks, in the order of the ranks.

@@ -84,7 +84,8 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return the log probability of each continuation after its context, and whether greedy decoding
         would produce it. A request is a tuple (unused, context ids, continuation ids). An empty continuation
-        gives (0, True)."""
+        gives (0, True). If there are too many tokens for the model, the beginning of the context is left out.
+        Raises DataError if a continuation alone has more than `max_length` tokens."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):

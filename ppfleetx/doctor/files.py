@@ -203,9 +203,10 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return the name and the manifest's hash of each checkpoint that the run would start from, by
-    configuration key. If a checkpoint cannot be read, the value says so. These values are compared between
-    machines."""
+    """Return, by configuration key, the name of each checkpoint that the run would start from, and the first
+    16 digits of its manifest's hash. A checkpoint without a manifest, such as PaddleFleetX's, has only its
+    name. With ``Engine.save_load.resume``, ``output_dir`` is included. If a checkpoint is missing or cannot
+    be read, the value says so. These values are compared between machines."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load

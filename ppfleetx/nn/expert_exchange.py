@@ -230,9 +230,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Send the outputs of this rank's experts back to the ranks of this node that sent the rows
-        (:meth:`spread`). Return the outputs for the rows that this rank itself sent, in the same order.
-        Outputs of ranks that slice the same experts are summed."""
+        """Undo :meth:`spread` for the outputs of this rank's experts: send them back to the ranks of this
+        node that forwarded the rows. Return the outputs for the rows that this rank passed to
+        :meth:`spread`, in the same order. Outputs of ranks that slice the same experts are summed."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)

@@ -49,7 +49,7 @@ def on_grid(
 
 def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
     """Round each element of ``x`` to the nearest of ``2^bits - 1`` equidistant values from ``-limit`` to
-    ``limit``, where ``limit = bound * share``. Elements of larger magnitude are clipped.
+    ``limit``, where ``limit = bound * max(share, 0.01)``. Elements of larger magnitude are clipped.
 
     Args:
         bound: float32, broadcast to ``x``; gets no gradient.

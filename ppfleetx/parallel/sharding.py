@@ -161,9 +161,12 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that send the gradients of each layer at the end of its backward pass. Does nothing
-        in stage 1. ``when_complete`` takes a function, and must call it when all weights that the backward
-        pass has reached have their gradients."""
+        """Register hooks that report when the gradients of a layer are complete, and send the buckets that
+        are complete then. In stage 3, a hook acts when the backward pass has passed its layer; in stage 2,
+        and for a layer whose input is a leaf, at the end of the whole backward pass. A layer whose input
+        has no gradient is not reported; :meth:`finish_gradients` sends what is left. Does nothing in stage
+        1. ``when_complete`` takes a function, and must call it when all weights that the backward pass has
+        reached have their gradients."""
         if self._order is None:
             return
         followed: set[int] = set()

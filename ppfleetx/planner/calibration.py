@@ -100,8 +100,11 @@ def _observed(directory: Path, card: Card) -> Observed:
 def _step_seconds(path: Path) -> list[float]:
     """Read the mean seconds of a step, without waiting for data, from each record in ``metrics.jsonl``.
 
-    Records of evaluations, records that include warm-up steps, and records without a positive and finite
-    time are left out.
+    Records of evaluations, records that include warm-up steps, and records whose time is not positive or not
+    finite are left out. An incomplete last line is ignored.
+
+    Raises:
+        ConfigError: a line is not a record, or the record of a training step has no time.
     """
     found, steps = [], 0
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored

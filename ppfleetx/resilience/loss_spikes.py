@@ -168,7 +168,8 @@ class SpikeGuard:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the guard's record of the last steps, as :meth:`state` returned it. With an empty
-        ``state``, the guard starts anew."""
+        ``state``, the record starts anew. The counts of how often the run has gone back to each checkpoint
+        do not change."""
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
         self._losses = deque(losses, maxlen=self._options.window)

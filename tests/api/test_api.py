@@ -435,3 +435,5 @@ def test_finetuning_as_mindformers_does_it(here: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in native.history] == [1, 2]
     assert native.cfg.Engine.save_load.init_from is not None and native.cfg.Optimizer.lr.max_lr == 5e-5
     assert trainer.predict(input_data="The quick", max_length=12)
+    with pytest.raises(ConfigError, match="102 tokens"):  # and not "File name too long"
+        trainer.predict(input_data="fox " * 100, max_length=420)

@@ -95,7 +95,9 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
     """Claim the output directory on rank 0, and return which checkpoints there this run may delete and
     replace. Writes the configuration and the run's identity, and removes unfinished files of a killed run.
-    With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run.
+    With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run. A run that
+    continues there loses its own checkpoints in excess of ``keep_max``, and its metrics files if it was
+    killed before its first checkpoint.
 
     Args:
         comes_to: returns whether this run may save a checkpoint of this epoch and step.
@@ -183,8 +185,8 @@ def _refuse_names_in_use(
 
 
 def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the checkpoints that ``leaving`` lists, and the metrics of the run ``earlier``. If ``earlier``
-    is None, the metrics are kept."""
+    """Delete the checkpoints that ``leaving`` lists, the files ``latest`` and ``best`` if they name one of
+    them, and the metrics of the run ``earlier``. If ``earlier`` is None, the metrics are kept."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):

@@ -36,7 +36,9 @@ def run_mode(run: Translation) -> str:
 
 
 def device(run: Translation) -> None:
-    """Translate the options for the device, and turn on 16-bit computation if the device supports it."""
+    """Translate the options for the device, its memory limit, and the data types of computation, softmax and
+    weights. Without ``compute_dtype``, float16 is assumed, as in MindFormers. On a CPU, 16-bit computation is
+    turned off, with a note."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
