@@ -12,7 +12,7 @@ import numpy as np
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
+from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, SIXTEEN_BIT
 from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabulary
 from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, naming
@@ -47,7 +47,7 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str], *, widened: b
         values = checkpoint.read(name, offset=(0,) * len(box), shape=box)
         assert values.dtype == NUMPY_OF_DTYPE[entry.dtype]
         dtype = entry.dtype
-        if widened and dtype in ("F16", "BF16"):
+        if widened and dtype in SIXTEEN_BIT:
             values, dtype = cast(values, dtype, "F32"), "F32"
         digest.update(f"{name} {dtype} {box}".encode())
         digest.update(np.ascontiguousarray(values).tobytes())

@@ -12,7 +12,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
+from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, SIXTEEN_BIT, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.formatting import counted
 from ppfleetx.utils.log import get_logger
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NamedTensors = Iterable[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
 MASTER_WEIGHT = "master_weight"
-_SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
+_INTEGERS = ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
@@ -90,7 +90,7 @@ def load_model(
         has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
         stored_as = checkpoint.entry(name).dtype
         # Parameters of another type than the 16-bit weights in the checkpoint get the float32 masters.
-        if has_master and stored_as in _SIXTEEN_BIT and dtype_of(param) != stored_as:
+        if has_master and stored_as in SIXTEEN_BIT and dtype_of(param) != stored_as:
             kind, state = OPTIMIZER, MASTER_WEIGHT
         _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
     return [name for name, _ in present]

@@ -38,6 +38,7 @@ DTYPE_OF_NAME = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+SIXTEEN_BIT = ("F16", "BF16")
 DTYPE_OF_NUMPY = {held: name for name, held in NUMPY_OF_DTYPE.items() if name != "BF16"}
 MODEL, OPTIMIZER = "model", "optimizer"
 

@@ -14,7 +14,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, finite
 from ppfleetx.checkpoint.manifest import Manifest, TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
+from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, SIXTEEN_BIT, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
@@ -156,7 +156,7 @@ def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) ->
     made = []
     for piece in pieces:
         wanted = stored.get(piece.name, piece.dtype)
-        if piece.dtype != "F32" or wanted not in ("F16", "BF16"):
+        if piece.dtype != "F32" or wanted not in SIXTEEN_BIT:
             made.append(piece)
             continue
         values = piece.array()

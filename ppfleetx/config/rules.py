@@ -107,7 +107,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run.
     """
     seq_len = math.gcd(*used_lengths(cfg).values()) or None
-    return model_workload(cfg.Model, seq_len, accumulate_steps, uses_muon="Muon" in cfg.Optimizer.names)
+    return model_workload(cfg.Model, seq_len, accumulate_steps, uses_muon=cfg.Optimizer.uses_muon)
 
 
 def model_workload(

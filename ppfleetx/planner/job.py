@@ -277,7 +277,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         precision=precision,
         recomputed=recompute_of(model),
         moments=mean_states(cfg),
-        uses_muon="Muon" in cfg.Optimizer.names,
+        uses_muon=cfg.Optimizer.uses_muon,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,

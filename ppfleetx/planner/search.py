@@ -88,7 +88,8 @@ def search(
     if devices > MAX_CARDS:
         raise ConfigError(f"plans are searched for at most {MAX_CARDS:,} cards", key=asked_in, value=devices)
     looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)), SearchResult())
-    plans = _plans(job, devices, cluster.per_node)
+    work = replace(job.workload, accumulate_steps=None)
+    plans = _plans(job, work, devices, cluster.per_node)
     if goal == "time":  # ZB-H1 never needs less memory
         plans = _in_both_orders(plans)
     plans = list(plans)
@@ -96,7 +97,7 @@ def search(
     tight = [plan for plan in tried if looking.try_plan(plan)]
     for plan in tight:  # offload costs time in every step, so try it only where memory is short
         offloaded = replace(plan, sharding_offload=True)
-        if not violations(offloaded, replace(job.workload, accumulate_steps=None)):
+        if not violations(offloaded, work):
             looking.try_plan(offloaded)
     best = looking.short.in_order()
     if goal == "time":
@@ -172,13 +173,12 @@ def _recomputing(job: Job) -> Iterator[Job]:
         yield replace(job, recomputed=(kind,) * job.model.num_layers)
 
 
-def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
+def _plans(job: Job, work: Workload, devices: int, per_node: int) -> Iterator[ParallelPlan]:
     """Yield legal parallel plans that divide the global batch evenly.
 
     Plans with unequal pipeline stages are left out. So are plans whose tensor-parallel groups span more than
     two nodes, as too slow.
     """
-    work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(divisors(devices), repeat=3):
         cut = mp * pp * sep
         if devices % cut or pp > job.model.num_layers or mp > 2 * per_node:

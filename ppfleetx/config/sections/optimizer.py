@@ -243,6 +243,10 @@ class OptimizerConfig(Section):
         """The names of the optimizers in use: the main one, and those of the parameter groups."""
         return {self.name, *(group.optimizer or self.name for group in self.groups)}
 
+    @property
+    def uses_muon(self) -> bool:
+        return "Muon" in self.names
+
     def states_of(self, name: str, kind: ParamKind) -> int:
         """The number of float32 optimizer states that parameter ``name`` has.
 
