@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import subprocess
 import sys
@@ -174,13 +175,17 @@ def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
 def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
     found = Difference(key, 0.0, a[0]["step"])
     for one, other in zip(a, b, strict=True):
-        values = number(one, key), number(other, key)
-        scale = max(map(abs, values))
-        relative = abs(values[0] - values[1]) / scale if scale else 0.0
-        # Written so that a NaN on either side counts as a difference.
-        if not relative <= found.largest:
+        relative = _relative(number(one, key), number(other, key))
+        if relative > found.largest:
             found = Difference(key, relative, one["step"])
     return found
+
+
+def _relative(a: float, b: float) -> float:
+    """Return the relative difference of two numbers: 0 if neither is finite, infinite if only one is."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:

@@ -42,6 +42,17 @@ def test_what_counts_as_equal(tmp_path: Path, other: list[float], options: list[
     assert compare(tmp_path, [3.0, 2.0], other, *options) == code
 
 
+def test_a_step_without_a_finite_loss_in_one_run_is_a_difference_though_later_ones_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(tmp_path, [3.0, float("nan"), 2.0], [3.0, 2.5, 2.0]) == 1
+    assert "at step 2" in capsys.readouterr().out
+
+
+def test_the_same_steps_without_a_finite_loss_are_equal(tmp_path: Path) -> None:
+    assert compare(tmp_path, [3.0, float("nan"), 2.0], [3.0, float("nan"), 2.0], "--bitwise") == 0
+
+
 @pytest.mark.parametrize(
     ("other", "options", "said"),
     [([3.0], [], "different steps"), ([3.0, 2.0], ["--bitwise", "--rtol", "1e-2"], "--rtol")],
