@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml"
-RATES = {"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (4e-3, 8e-3, 16e-3)}
+RATES = {"AdamW": (5e-4, 1e-3, 2e-3, 4e-3), "Muon": (4e-3, 8e-3, 16e-3)}
 
 
 class Run(NamedTuple):

@@ -25,8 +25,8 @@ from ppfleetx.core.engine.callbacks.base import Callback
 class MeanLoss(Callback):
     """Keeps the mean loss of the whole run, and gives up at a chosen step."""
 
-    def __init__(self, run, file="mean.txt", give_up_at=0):
-        self.path, self.give_up_at = run.output_dir / file, give_up_at
+    def __init__(self, run, file="mean.txt", give_up_at=0, fails_at_end=False):
+        self.path, self.give_up_at, self.fails_at_end = run.output_dir / file, give_up_at, fails_at_end
         self.sum, self.steps = 0.0, 0
 
     def on_step_end(self, engine, record):
@@ -35,6 +35,8 @@ class MeanLoss(Callback):
             raise UserError(f"gave up at step {record.step}")
 
     def on_fit_end(self, engine):
+        if self.fails_at_end:
+            raise UserError("no end")
         self.path.write_text(f"{self.steps} {self.sum / max(1, self.steps)!r}")
 
     def state(self):
@@ -143,6 +145,12 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
     assert int(steps) == len(found) == 6 and float(mean) == pytest.approx(sum(found) / 6)
     assert ended == ["rank 0: gave up at step 2"] * 2
     assert len(program.losses(tmp_path / "other")) == 2
+    fails_at_end = "[default, {name: mean_loss, options: {fails_at_end: true}}]"
+    values |= {"Engine.max_steps": 3, "Engine.callbacks": fails_at_end}
+    assert train(plan(pp=2), "third") == ["rank 0: no end"] * 2
+    assert train(
+        plan(pp=2), "fourth", **{"Engine.callbacks": f"{fails_at_end[:-3]}, give_up_at: 2}}}}]"}
+    ) == (["rank 0: gave up at step 2"] * 2)
 
 
 PARTS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -113,7 +114,7 @@ class Engine:
         Raises:
             UserError: on all ranks, for example if the loss is not finite or a checkpoint cannot be saved.
         """
-        self._saved_step, self._is_fitting = self.state.step, True
+        self._saved_step, self._is_fitting, self._callback_error = self.state.step, True, None
         if self._guard is not None:
             self._guard.load_state(self.state.spikes)
             self.runner.judge = self._guard.judge
@@ -140,8 +141,12 @@ class Engine:
                     "the same command with -o Engine.save_load.resume=auto continues"
                 )
         finally:
-            self._is_fitting = False
+            earlier = self._callback_error
             self._notify("on_fit_end")
+            self._is_fitting = False
+            if sys.exception() is not None and self._callback_error is not earlier:
+                get_logger().error(str(self._callback_error))  # what is raised is the error that came first
+        raise_on_all_ranks(self.ctx, self._callback_error)
         if was_done:  # last, where users will see it
             done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
             get_logger().warning(
@@ -358,7 +363,7 @@ class Engine:
 
     def _notify(self, hook: str, *args: object) -> None:
         """Call the method ``hook`` of every callback, even if one raises a UserError. The first such error is
-        raised after all calls or, during training, before the next step."""
+        raised after all calls or, during :meth:`fit`, on all ranks before the next step or at the end."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:
