@@ -33,7 +33,7 @@ class LoggerTraits:
     Attributes:
         package: the library that the writer imports, or None.
         extra: the pip extra of ppfleetx that installs the library.
-        options: the option names that the writer accepts; None: the writer checks them itself.
+        options: the names of the writer's options, all of which are texts; None: the writer checks them.
         callback: the name of the callback that writes the metrics if the writer is not a ``LogWriter``.
     """
 

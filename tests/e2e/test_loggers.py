@@ -143,6 +143,7 @@ def test_all_writers_hold_the_same_numbers(tool: Tool, tmp_path: Path) -> None:
         ("[tensorbord]", r"Engine\.loggers\.0\.name .*one of jsonl, tensorboard"),
         ("[{name: csv, options: {dir: x}}]", "csv has no option dir; it takes none"),
         ("[{name: wandb, options: {projekt: x}}]", "wandb has no option projekt; it takes project, name"),
+        ("[{name: tensorboard, options: {dir: 5}}]", r"Engine\.loggers\.0\.options\.dir = 5.*text"),
         ("[csv, csv]", r"Engine\.loggers.*csv is named 2 times"),
     ],
 )

@@ -237,8 +237,12 @@ class LoggerConfig(_NamedPart):
 
     def violations(self) -> Iterator[RuleError]:
         takes = LOGGERS.traits(self.name).options
-        if takes is not None:
-            yield from unknown_options(self.name, self.options, takes)
+        if takes is None:
+            return
+        yield from unknown_options(self.name, self.options, takes)
+        for option in takes:
+            if not isinstance(self.options.get(option, ""), str):
+                yield RuleError((f"options.{option}",), "must be text; put numbers in quotes")
 
 
 class EngineConfig(Section):
