@@ -92,7 +92,7 @@ def clear_leftovers(output_dir: Path) -> None:
 def ensure_replaceable(target: Path, ownership: Ownership | None) -> None:
     """Make sure that a run can save a checkpoint as ``target``. A damaged checkpoint there is renamed. Raises
     CheckpointError if the run must not replace what is there."""
-    if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
+    if not (target.exists() or target.is_symlink()) or (ownership and ownership.may_replace(target)):
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
         raise CheckpointError(
@@ -149,7 +149,7 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
     best = output_dir / BEST_FILE
     fields = read_sealed(best) if best.exists() else None
     spared = None if fields is None else fields.get("checkpoint")
-    own = [path for path in complete_checkpoints(output_dir) if ownership.covers(path)]
+    own = [path for path in complete_checkpoints(output_dir) if ownership.may_replace(path)]
     for path in own[: -ownership.keep_max]:
         if path.name == spared:
             continue

@@ -52,10 +52,10 @@ class Ownership:
         if self.keep_max is not None and self.keep_max < 1:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
-    def covers(self, path: Path) -> bool:
+    def may_replace(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``. It may if it saved every
-        file in the checkpoint, under this name, and was not started from it. A symbolic link is never
-        covered."""
+        file in the checkpoint, under this name, and was not started from it. The answer for a
+        symbolic link is always False."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:

@@ -33,7 +33,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress_bar import track
 
 if TYPE_CHECKING:
-    from ppfleetx.commands.model_verbs import Evaluate, Job
+    from ppfleetx.commands.model_verbs import Evaluate, ModelSource
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.step import StepRunner
 
@@ -93,7 +93,7 @@ def run(options: Evaluate) -> None:
         run_loaded(job.load(*window))
 
 
-def _shorter_windows(job: Job) -> list[Setting]:
+def _shorter_windows(job: ModelSource) -> list[Setting]:
     """Return settings that shorten the evaluation's windows to the number of positions of the model. Empty if
     the windows fit already or the user set their length.
     """

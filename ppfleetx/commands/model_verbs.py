@@ -25,7 +25,7 @@ MODEL_HELP = (
 
 
 @dataclass(frozen=True)
-class Job:
+class ModelSource:
     """Where a command that uses a model gets its configuration: a file or a checkpoint, and overrides."""
 
     config: ConfigSource
@@ -52,9 +52,9 @@ class ModelOptions(OptionalConfigOptions):
         "checkpoint in Engine.save_load.ckpt_dir",
     )
 
-    def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """Context manager that yields a :class:`Job`, which loads the configuration of the model that these
-        options name. ``settings`` are additional overrides of the configuration."""
+    def job(self, *settings: Setting) -> AbstractContextManager[ModelSource]:
+        """Context manager that yields a :class:`ModelSource`, which loads the configuration of the model that
+        these options name. ``settings`` are additional overrides of the configuration."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -66,9 +66,9 @@ def job_of(
     *,
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
-) -> Iterator[Job]:
-    """Context manager that yields the configuration for the model in ``checkpoint``, as a :class:`Job`. A
-    model in another format may be converted to temporary files, which are removed at the end.
+) -> Iterator[ModelSource]:
+    """Context manager that yields where the configuration for the model in ``checkpoint`` comes from. A model
+    in another format may be converted to temporary files, which are removed at the end.
 
     Args:
         checkpoint: the model; None: the configuration names it.
@@ -79,14 +79,14 @@ def job_of(
     if checkpoint is None and config is None:
         raise ConfigError(f"give {option}, the directory of a model, or -c FILE")
     if checkpoint is None:
-        yield Job(config, overrides)
+        yield ModelSource(config, overrides)
         return
     from ppfleetx.commands.resolve_model import resolve_model
 
     with ExitStack() as stack:
         with naming(option, checkpoint):
             place = resolve_model(checkpoint, stack, with_config=config is None)
-        yield Job(config or place.config, place.overrides(overrides, option=option, key=key))
+        yield ModelSource(config or place.config, place.overrides(overrides, option=option, key=key))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
         UserError: something is wrong, missing or not supported.
     """
     main = rank(os.environ) == 0
-    logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
+    logger = configure_logging(quiet=not main and not cfg.plan.reports_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
         logger.warning(warning)
     device = expected_device(cfg.Global.device, cfg.origins.get("Global.device"))

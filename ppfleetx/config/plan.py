@@ -124,7 +124,7 @@ class ParallelPlan:
         at = self.coordinates(rank)
         return at["dp"] * self.sharding + at["sharding"]
 
-    def knows_loss(self, rank: int) -> bool:
+    def reports_loss(self, rank: int) -> bool:
         """Whether ``rank`` reports the loss: the first rank of the last pipeline stage."""
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")

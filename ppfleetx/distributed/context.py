@@ -64,9 +64,9 @@ class ParallelContext:
         return self.rank == 0
 
     @property
-    def knows_loss(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank reports the loss: it is the first of the ranks that compute it."""
-        return self.plan.knows_loss(self.rank)
+        return self.plan.reports_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
         """Return this process's rank along ``axis``, such as ``dp`` or an axis of expert parallelism."""

@@ -58,7 +58,7 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
         row = fail("meeting", f"rank {target.rank}: {error}", error.fix)
         return in_groups([*examine_all(target), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
-        job = Job(target, meeting)
+        job = Examination(target, meeting)
         try:
             job.run_local_checks()
             job.compare()
@@ -73,7 +73,7 @@ def _in(group: str, row: Row) -> Row:
 
 
 @dataclass
-class Job:
+class Examination:
     """What one process knows in the examination of a job.
 
     Attributes:

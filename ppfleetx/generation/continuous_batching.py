@@ -37,7 +37,7 @@ class JoinableCache(GrowingCache):
                 )
             self.length -= columns
 
-    def seed(self, layers: Layers, columns: int, rows: int) -> None:
+    def fill(self, layers: Layers, columns: int, rows: int) -> None:
         """Fill an empty cache with ``rows`` identical rows. Each is a copy of the first ``columns`` positions
         of one sequence, whose keys and values are ``layers``."""
         index = paddle.zeros([rows], dtype="int64")
@@ -277,7 +277,7 @@ class ContinuousBatch:
         prompt i to the batch. Returns the logits ``[sum(copies), V]``."""
         cache, lengths = JoinableCache(), np.array([len(prompt) for prompt in group.prompts])
         if group.length:
-            cache.seed(group.layers, group.length, len(group.prompts))
+            cache.fill(group.layers, group.length, len(group.prompts))
         logits, visible = self._run(group.rests, cache, lengths)
         is_long = self._are_long(lengths)
         self._prefixes.num_reused += group.length * len(group.prompts)

@@ -44,7 +44,7 @@ class Rules:
     forced_bos_id: int | None = None
     forced_eos_id: int | None = None
 
-    def change(self, num_new: int, limit: int) -> bool:
+    def can_change_logits(self, num_new: int, limit: int) -> bool:
         """Whether these rules can change the logits for the next token of a sequence. ``num_new`` is the
         number of its new tokens so far, and ``limit`` is the maximum number of its new tokens."""
         return (

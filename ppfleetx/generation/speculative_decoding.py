@@ -147,7 +147,7 @@ class _DraftedRow:
         new: list[int] = []
         while True:
             place = len(new)
-            if rules.change(len(self.result.ids), self.result.max_new_tokens):
+            if rules.can_change_logits(len(self.result.ids), self.result.max_new_tokens):
                 token = self._choose(logits[place, i : i + 1], rules)
             else:
                 token = int(likeliest[place, i])

@@ -80,7 +80,7 @@ class Work:
         return self.kernels == "fused"
 
     @property
-    def low_share(self) -> float:
+    def new_gradient_share(self) -> float:
         """Extra memory that a new gradient takes until it is accumulated, as a fraction of the accumulated
         gradient. It is 0 if both have the same type."""
         same = self.gradient_bytes == self.parameter_bytes

@@ -42,7 +42,9 @@ def flash_obstacle(
     head_size, drops = query.shape[-1], dropout.training and dropout.p > 0
     version = flash_version(head_size, packed=packed)
     # In training mode, a backward pass is assumed to follow.
-    return limit(version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training)
+    return unsupported_reason(
+        version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training
+    )
 
 
 def _not_in_16_bits(query: paddle.Tensor) -> str:
@@ -64,7 +66,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
     return None
 
 
-def limit(
+def unsupported_reason(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
     """Return the reason why flash attention of this ``version`` (2 or 3) cannot run; None if it can.

@@ -50,7 +50,7 @@ class Tape:
 
     inputs: dict[str, float]
     steps: tuple[Step, ...]
-    low_share: float = 0.0
+    new_gradient_share: float = 0.0
 
     @cached_property
     def _sizes(self) -> dict[str, float]:
@@ -157,7 +157,7 @@ class Tape:
                 # Recomputation also produces the step's result again, which is not used.
                 backward = inner.backward_peak(first=first) + step.size - upstream
                 inside = max(inner.forward_peak(), backward)
-            moment = sum(new.values()) + step.back + step.gradients * (1 + self.low_share)
+            moment = sum(new.values()) + step.back + step.gradients * (1 + self.new_gradient_share)
             peaks[step.no_values] = max(peaks[step.no_values], alive + max(moment, inside))
             if not new:  # a view, or a gradient that reuses memory
                 new = {step.reads[0]: upstream} if step.reads else {}

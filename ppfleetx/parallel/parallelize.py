@@ -153,7 +153,7 @@ def _optimizer_and_sync(
         frozen = [parameter for parameter in parameters if not parameter.spec.trains]
         sharding = Sharding(trainable, ctx, ctx.plan.sharding_stage, frozen, bucket_bytes)
         if train:
-            sharding.follow(stages, factory.matmul.when_complete)
+            sharding.register_hooks(stages, factory.matmul.when_complete)
     seed = cfg.Global.seed if train else None
     masters = initialize_parameters(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:

@@ -156,7 +156,7 @@ class Sharding:
             if sums is not None:
                 sums.begin(num_passes)
 
-    def follow(
+    def register_hooks(
         self,
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
@@ -174,9 +174,9 @@ class Sharding:
             # A shared parameter is complete when the backward pass has reached the first layer that uses it.
             new = [p for p in layer.parameters() if id(p) not in followed and not p.stop_gradient]
             followed |= {id(parameter) for parameter in new}
-            layer.register_forward_pre_hook(partial(self._follow, new, when_complete))
+            layer.register_forward_pre_hook(partial(self._register_hook, new, when_complete))
 
-    def _follow(
+    def _register_hook(
         self,
         parameters: Sequence[paddle.Tensor],
         when_complete: Callable[[Callable[[], None]], None],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ppfleetx.config.plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.communication import rival_groups
+from ppfleetx.planner.communication import groups_sharing_node
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.prediction import Prediction
 
@@ -102,7 +102,8 @@ def _slower(best: Prediction, other: Prediction) -> str:
     if slower <= 0 and other.likely_at_most > best.likely_at_most:
         return (
             f"predicted to take {other.time.seconds:.3f} s, but likely up to {other.likely_at_most:.3f} s, "
-            f"because {rival_groups(other.job.plan, other.cluster)} tensor-parallel groups share a node."
+            f"because {groups_sharing_node(other.job.plan, other.cluster)} tensor-parallel groups share a "
+            "node."
         )
     if slower <= 0:
         return f"as fast as the best ({other.time.seconds:.3f} s)."

@@ -98,7 +98,7 @@ def _group(size: int, stride: int, per_node: int) -> Group:
     return Group(size, inside, max(1, per_node // inside))
 
 
-def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
+def groups_sharing_node(plan: ParallelPlan, cluster: Cluster) -> int:
     """Return the number of tensor-parallel groups that share a node, or 1 if they communicate at the same
     time.
 

@@ -22,8 +22,8 @@ from ppfleetx.planner.communication import (
     expert_all_to_all_seconds,
     gather_seconds,
     group_of,
+    groups_sharing_node,
     message_seconds,
-    rival_groups,
 )
 from ppfleetx.planner.job import CacheKey, Job, operations_key, passes_key
 from ppfleetx.planner.parameters import Held, embedding_bytes, held_parameters, largest_layer
@@ -88,7 +88,7 @@ _LOW, _HIGH = 0.93, 1.10
 published runs (``docs/planner.md``)."""
 _HIGH_PER_DOUBLING = 0.12
 """The increase of the upper bound for each doubling of the tensor-parallel groups that share a node's network
-(:func:`ppfleetx.planner.communication.rival_groups`).
+(:func:`ppfleetx.planner.communication.groups_sharing_node`).
 """
 
 
@@ -96,7 +96,7 @@ def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
     """Return the lower and the upper bound of the likely step time, as factors of the predicted time."""
     # In published runs with several tensor-parallel groups on a node, some micro batches took up to two
     # thirds longer than predicted, for unknown reasons.
-    return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
+    return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(groups_sharing_node(job.plan, cluster))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ppfleetx.resilience.heartbeat import EVALUATING, GENERATING, MEETING, PROGR
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.lost_peers import decide_end, is_end_decided
-from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
+from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine_id, state_of
 
 _GATHERING = 0.25  # fraction of the timeout for which a rank waits for reports of other ranks,
 _GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # but at least and at most these seconds
@@ -61,7 +61,7 @@ class Limits:
 def own_process() -> tuple[str, int, float]:
     """Return this process's machine, process id and start time, to be gathered from all ranks for
     :func:`remember_peers`."""
-    return machine(), os.getpid(), birth_of(os.getpid())
+    return machine_id(), os.getpid(), birth_of(os.getpid())
 
 
 class Watchdog:
@@ -227,7 +227,7 @@ class Watchdog:
         )
 
     def _with_peers(self, report: Report) -> Report:
-        killed, here = killed_for_memory() - self._killed_before, machine()
+        killed, here = killed_for_memory() - self._killed_before, machine_id()
         states = {
             rank: state_of(pid, born)
             for rank, (place, pid, born) in self.processes.items()

@@ -138,7 +138,7 @@ def _stat(pid: int) -> list[str]:
     return []
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Return an identifier of this machine and container; "" if it is unknown. Processes with the same
     identifier can look up each other's process ids."""
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
+from ppfleetx.conversion.huggingface.paddle_layout import to_hf_layout
 from ppfleetx.conversion.huggingface.read_files import read_hf_config, read_stored
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -64,7 +64,7 @@ def check(directory, tensors):
     """The directory is read as the tensors of Hugging Face's layout would be."""
     stored = read_stored(directory)
     config = read_hf_config(directory)
-    found = in_hf_layout(stored, config, read_hf(directory).model, directory)
+    found = to_hf_layout(stored, config, read_hf(directory).model, directory)
     assert found.keys() == tensors.keys()
     for name, array in tensors.items():
         np.testing.assert_array_equal(found[name].read(), array, err_msg=name)

@@ -195,7 +195,7 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
     return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
 
 
-def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a ``config.json``. If it has keys of Paddle's libraries, the keys that transformers
     does not need are left out, and ``tie_word_embeddings``, which these libraries may omit, is set.
 

@@ -16,12 +16,12 @@ from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle
+from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, dequantized
 from ppfleetx.conversion.huggingface.moe_families import NEXT_TOKENS
-from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
+from ppfleetx.conversion.huggingface.paddle_layout import to_hf_layout
 from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -49,7 +49,7 @@ def read_hf(directory: str | Path) -> Weights:
     config, files = read_hf_config(directory), read_stored(directory)
     keys = _model_keys(config, files.tensors, directory)
     in_out = FAMILIES[config["model_type"]].has_in_out_linears
-    stored = dequantized(in_hf_layout(files, config, keys, directory), config, directory, in_out=in_out)
+    stored = dequantized(to_hf_layout(files, config, keys, directory), config, directory, in_out=in_out)
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
     vocab = keys["vocab_size"]
     tensors = expert_loads(network(config))
@@ -62,7 +62,7 @@ def read_hf(directory: str | Path) -> Weights:
     _check_left_over(set(stored) - used - next_tokens, keys, stored, directory)
     own = read_generation_config(directory)
     generation, notes = generation_defaults(own, config)
-    kept = without_paddle(config, keys) | ({NEXT_TOKENS: 0} if next_tokens else {})
+    kept = without_paddle_keys(config, keys) | ({NEXT_TOKENS: 0} if next_tokens else {})
     source: dict[str, Any] = {"format": "hf", "config": kept}
     if own is not None:
         source["generation_config"] = own

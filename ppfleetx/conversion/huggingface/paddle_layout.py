@@ -20,7 +20,7 @@ _FUSED = (".qkv_proj.weight", ".gate_up_fused_proj.weight", ".up_gate_proj.weigh
 _HEAD = "lm_head.weight"
 
 
-def in_hf_layout(
+def to_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a model directory with Hugging Face's names and layout. A Llama that Paddle's

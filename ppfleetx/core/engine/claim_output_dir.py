@@ -160,7 +160,7 @@ def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) 
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)
-    return [path for path in complete_checkpoints(output_dir) if of_earlier.covers(path)]
+    return [path for path in complete_checkpoints(output_dir) if of_earlier.may_replace(path)]
 
 
 def _refuse_names_in_use(
@@ -172,7 +172,7 @@ def _refuse_names_in_use(
         if (at := parse_step_directory(path.name)) is not None
         and comes_to(*at)
         and path not in leaving
-        and not ownership.covers(path)
+        and not ownership.may_replace(path)
         and not (is_damaged(path) and path.resolve() not in ownership.spared)
     ]
     if in_the_way:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.sections.generation import StructuredOutputs
-from ppfleetx.deploy.server.messages import Progress
+from ppfleetx.deploy.server.messages import NewText
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.responses import Answer, RowAnswer, chat_logprobs
 from ppfleetx.deploy.server.tools import (
@@ -162,7 +162,7 @@ class ChatAnswer(Answer):
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
         return _chunk(index, {"role": "assistant", "content": ""}, None, None)
 
-    def piece(self, event: Progress) -> Any | None:
+    def piece(self, event: NewText) -> Any | None:
         logprobs = self._scores([] if event.score is None else [event.score])
         if not (event.text or event.finish_reason or (logprobs and logprobs["content"])):
             return None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.messages import Progress
+from ppfleetx.deploy.server.messages import NewText
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.responses import Answer, RowAnswer, TextLogprobs
 from ppfleetx.generation.decode_loop import FinishReason
@@ -109,7 +109,7 @@ class CompletionAnswer(Answer):
         echo = self._echoes[index // self.request.candidates]
         return _choice(index, echo, None, self._scores(index, prompt_scores))
 
-    def piece(self, event: Progress) -> Any | None:
+    def piece(self, event: NewText) -> Any | None:
         scores = [] if event.score is None else self.without_end([event.score])
         logprobs = self._scores(event.index, scores)
         if not (event.text or event.finish_reason or (logprobs and logprobs["tokens"])):

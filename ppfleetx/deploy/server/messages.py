@@ -22,7 +22,7 @@ from ppfleetx.generation.text import RowText
 
 
 @dataclass(frozen=True)
-class Progress:
+class NewText:
     """Event: continuation ``index`` of the request has made progress, usually by one token. ``num_tokens`` is
     0 if the request asked for no tokens. ``text`` is the new text, which may be empty."""
 
@@ -58,11 +58,11 @@ class Failed:
     error: ApiError
 
 
-Event = Progress | Scored | Embedded | Failed
+Event = NewText | Scored | Embedded | Failed
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptRequest:
     """One prompt of a request, with the options to run it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Work:
     """A request in the scheduler, with a job for each prompt. ``deliver`` is called with each event, in the
     thread of the event loop. A ``cancelled`` request ends before the next step."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[PromptRequest]
     deliver: Callable[[Event], None]
     cancelled: bool = False
 
@@ -110,7 +110,7 @@ class Waiting:
     """A prompt in the queue, until the batch has room for its sequences."""
 
     work: Work
-    job: Job
+    job: PromptRequest
 
     @property
     def copies(self) -> int:
@@ -149,7 +149,7 @@ class RunningSequence:
         forbidden = self.job.end_ids if self.num_new < self.job.min_new_tokens else ()
         return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
 
-    def take(self, token: int, score: TokenScore | None) -> Progress:
+    def take(self, token: int, score: TokenScore | None) -> NewText:
         """Add a new token to the sequence. Returns the event for the client."""
         self._history.append(token)
         is_stopped = self._text.feed(token)
@@ -158,7 +158,7 @@ class RunningSequence:
             self._text.finish()
         text = "".join(self._pieces)
         self._pieces.clear()
-        return Progress(self._index, text, self._row.finish_reason, score)
+        return NewText(self._index, text, self._row.finish_reason, score)
 
     def draft(self, most: int) -> int:
         """Set :attr:`drafts` to at most ``most`` tokens that prompt lookup finds in the sequence's own text.

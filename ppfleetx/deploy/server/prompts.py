@@ -13,7 +13,7 @@ from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
 from ppfleetx.deploy.server.embeddings import EmbeddingRequest, TokenizeRequest
-from ppfleetx.deploy.server.messages import Job
+from ppfleetx.deploy.server.messages import PromptRequest
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, Request, bad_request
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.generation.generator import TextGenerator
@@ -21,8 +21,8 @@ from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
 
 
 class PromptReader:
-    """Turns requests into lists of `Job`, one for each prompt. All methods raise ApiError 400 if a request
-    does not fit the model."""
+    """Turns requests into lists of `PromptRequest`, one for each prompt. All methods raise ApiError 400 if a
+    request does not fit the model."""
 
     def __init__(
         self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, scheduler: Scheduler
@@ -36,7 +36,7 @@ class PromptReader:
         special = self._tokenizer.special_ids
         self._special_texts = [text for one in special if (text := self._tokenizer.decode([one]))]
 
-    def of_completion(self, request: CompletionRequest) -> list[Job]:
+    def of_completion(self, request: CompletionRequest) -> list[PromptRequest]:
         self._check_number(request, len(request.prompt))
         encoded = [self._encode(prompt, add=request.add_special_tokens) for prompt in request.prompt]
         return self._jobs(request, encoded, request.stop)
@@ -44,19 +44,19 @@ class PromptReader:
     def _adapter(self, request: Request) -> str | None:
         return request.model if request.model in self._cfg.adapters else None
 
-    def of_chat(self, request: ChatRequest) -> list[Job]:
+    def of_chat(self, request: ChatRequest) -> list[PromptRequest]:
         self._check_number(request, 1)
         ids = self._encode_chat(request, add_generation_prompt=True)
         return self._jobs(request, [ids], (*request.stop, *self._template.stops))
 
-    def of_embedding(self, request: EmbeddingRequest) -> list[Job]:
+    def of_embedding(self, request: EmbeddingRequest) -> list[PromptRequest]:
         encoded = [self._encode(one, add=request.add_special_tokens, param="input") for one in request.input]
         for ids in encoded:
             if len(ids) > self.max_positions:
                 raise self._too_long(str(len(ids)), "input")
         adapter = self._adapter(request)
         return [
-            Job(number, number, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True, adapter=adapter)
+            PromptRequest(number, number, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True, adapter=adapter)
             for number, ids in enumerate(encoded)
         ]
 
@@ -110,11 +110,11 @@ class PromptReader:
 
     def _jobs(
         self, request: GenerationRequest, prompts: Sequence[Sequence[int]], stops: tuple[str, ...]
-    ) -> list[Job]:
+    ) -> list[PromptRequest]:
         end_ids, options = self._options(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         return [
-            Job(
+            PromptRequest(
                 number=number,
                 first_index=number * request.candidates,
                 ids=ids,

@@ -15,7 +15,16 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.messages import Embedded, Event, Failed, Job, Metrics, Progress, Scored, Work
+from ppfleetx.deploy.server.messages import (
+    Embedded,
+    Event,
+    Failed,
+    Metrics,
+    NewText,
+    PromptRequest,
+    Scored,
+    Work,
+)
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.generation.decode_loop import FinishReason
@@ -95,7 +104,12 @@ class RequestEvents:
     events. Leaving the context cancels an unfinished request."""
 
     def __init__(
-        self, scheduler: Scheduler, jobs: Sequence[Job], receive: Receive, timeout: float, metrics: Metrics
+        self,
+        scheduler: Scheduler,
+        jobs: Sequence[PromptRequest],
+        receive: Receive,
+        timeout: float,
+        metrics: Metrics,
     ) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._work = Work(jobs, self._events.put_nowait)
@@ -120,10 +134,10 @@ class RequestEvents:
         if self._num_left:
             self._scheduler.cancel(self._work)
 
-    def __aiter__(self) -> AsyncIterator[Progress | Scored | Embedded]:
+    def __aiter__(self) -> AsyncIterator[NewText | Scored | Embedded]:
         return self._iterate()
 
-    async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
+    async def _iterate(self) -> AsyncIterator[NewText | Scored | Embedded]:
         """Yield the request's events until all its continuations are finished. Raises ApiError if the request
         fails, exceeds its time limit, or the client disconnects."""
         while self._num_left:
@@ -161,7 +175,7 @@ class RowAnswer:
     scores: list[TokenScore] = field(default_factory=list)
     reason: FinishReason | None = None
 
-    def add(self, event: Progress) -> None:
+    def add(self, event: NewText) -> None:
         self.texts.append(event.text)
         self.reason = event.finish_reason
         if event.score is not None:
@@ -183,7 +197,7 @@ class Answer(ABC):
     def __init__(
         self,
         request: GenerationRequest,
-        jobs: Sequence[Job],
+        jobs: Sequence[PromptRequest],
         model_name: str,
         answer_id: str,
         *,
@@ -213,7 +227,7 @@ class Answer(ABC):
         of the prompt. Returns None if there is no such chunk."""
 
     @abstractmethod
-    def piece(self, event: Progress) -> Any | None:
+    def piece(self, event: NewText) -> Any | None:
         """Build the chunk of a stream for a new token. Returns None if there is nothing to send yet, for
         example because a UTF-8 character is incomplete."""
 

@@ -18,7 +18,7 @@ from ppfleetx.deploy.server.messages import (
     Event,
     Failed,
     Metrics,
-    Progress,
+    NewText,
     RunningSequence,
     Scored,
     Waiting,
@@ -286,7 +286,7 @@ class Scheduler:
                 going_on.append(one)
                 continue
             rows = range(one.job.first_index, one.job.first_index + one.copies)
-            events += [(one.work, Progress(index, "", "length", num_tokens=0)) for index in rows]
+            events += [(one.work, NewText(index, "", "length", num_tokens=0)) for index in rows]
             with self._changed:
                 self._num_rows -= one.copies
         self._deliver(events)

@@ -33,7 +33,7 @@ class LoopCache:
         self.extended += [key, value]
         return key, value, None
 
-    def place(
+    def prepare(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
         """Prepare the cache for an operation that runs all layers at once on a single sequence without
@@ -82,7 +82,7 @@ class RoomCache:
         self.extended += [key, value]
         return key, value, self._penalty(window)
 
-    def place(
+    def prepare(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
         """Prepare the cache for an operation that runs all layers at once.

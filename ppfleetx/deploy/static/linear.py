@@ -179,7 +179,7 @@ def run_blocks(
     """Run all blocks and the final norm on hidden states ``[s, b, h]`` at positions ``[b, s]``, which follow
     those in ``cache``. Returns ``[s, b, h]``."""
     fused = blocks.fused
-    column, penalty, memory = cache.place(fused.window, hidden.shape[0])
+    column, penalty, memory = cache.prepare(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)
     return out
 

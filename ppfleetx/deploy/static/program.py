@@ -40,7 +40,7 @@ from ppfleetx.deploy.static.linear import (
 from ppfleetx.deploy.static.sampling import (
     FEWEST_ALIKE,
     accept,
-    follow,
+    drafts_after,
     last_occurrence,
     next_width,
     nucleus_by_buckets,
@@ -322,7 +322,7 @@ class GenerationProgram(nn.Layer):
             count = paddle.minimum(width, most - size - 1)
             count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
             if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
-                drafts = follow(history, place, count)
+                drafts = drafts_after(history, place, count)
                 likeliest, past = self._verify_drafts(history, drafts, past, panels)
                 right = accept(likeliest, drafts)
                 new = likeliest[: right + 1]

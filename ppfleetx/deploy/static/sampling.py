@@ -32,7 +32,7 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
     return place, alike.max()
 
 
-def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
+def drafts_after(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
     """Return ``count`` draft tokens: the tokens of ``history`` after index ``place``. If there are fewer than
     ``count``, they are repeated cyclically."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)

@@ -196,7 +196,7 @@ class Operation:
         self._complete(self)
 
 
-class Progress:
+class ProgressThread:
     """A thread that continues asynchronous operations while the program computes, in all process groups. It
     prefers the oldest operation whose messages have arrived, but in each group it runs at most
     :data:`STARTED_SUMS` reductions at a time."""

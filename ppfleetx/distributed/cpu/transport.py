@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.keepalive import Watch
-from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, Progress
+from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, ProgressThread
 from ppfleetx.distributed.cpu.wire import (
     BYE,
     DATA,
@@ -57,7 +57,7 @@ class Mesh:
         self.pending: list[Operation] = []
         self.inbox = Inbox(rank, self.state, self.pool)
         self._ended = EndedRanks(rank, {other: peer.name for other, peer in peers.items()})
-        self._progress = Progress(self.state, self.pending, self.advance)
+        self._progress = ProgressThread(self.state, self.pending, self.advance)
         self.blocked_on: Operation | None = None
         self._closed, self._killed_before = False, killed_for_memory()
 

@@ -68,7 +68,7 @@ class EmbeddingSpec:
         if work.split > 1:
             steps.append(Step("part", part, (steps[-1].writes,)))
         steps.append(dropout_step(work, "out", steps[-1].writes, part, self.dropout))
-        return Tape({"ids": 0.0}, tuple(steps), work.low_share)
+        return Tape({"ids": 0.0}, tuple(steps), work.new_gradient_share)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class BlockSpec:
         """Return the steps of a forward pass for the memory simulation (:mod:`ppfleetx.nn.tape`), each with
         the tensors that it keeps for the backward pass."""
         size = work.part_of(self.hidden_size)
-        x, low = {"x": size}, work.low_share
+        x, low = {"x": size}, work.new_gradient_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
         attention = [
             *normed,
@@ -312,7 +312,7 @@ class ModelSpec:
         if work.split > 1:
             steps.append(Step("whole", work.bytes_of(self.final_norm.size), ("normed",)))
         steps += self.head.tape(work, steps[-1].writes)
-        return Tape({"x": size}, tuple(steps), work.low_share)
+        return Tape({"x": size}, tuple(steps), work.new_gradient_share)
 
 
 def model_spec(cfg: ModelConfig) -> ModelSpec:

@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
-from ppfleetx.deploy.static.sampling import FEWEST_ALIKE, follow, last_occurrence, nucleus_by_buckets
+from ppfleetx.deploy.static.sampling import FEWEST_ALIKE, drafts_after, last_occurrence, nucleus_by_buckets
 from ppfleetx.generation import speculative_decoding
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
@@ -20,7 +20,11 @@ TEXT = "hat and hat and hat and"
 def guessed(history: list[int], count: int) -> list[int]:
     tokens = paddle.to_tensor(history, "int64")
     place, alike = last_occurrence(tokens)
-    return follow(tokens, place, paddle.to_tensor([count], "int64")).tolist() if alike >= FEWEST_ALIKE else []
+    return (
+        drafts_after(tokens, place, paddle.to_tensor([count], "int64")).tolist()
+        if alike >= FEWEST_ALIKE
+        else []
+    )
 
 
 def test_guesses_are_those_of_the_generator() -> None:

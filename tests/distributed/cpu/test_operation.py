@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from ppfleetx.distributed.cpu.operation import STARTED_SUMS, BufferPool, Inbox, Operation, Progress
+from ppfleetx.distributed.cpu.operation import STARTED_SUMS, BufferPool, Inbox, Operation, ProgressThread
 from ppfleetx.distributed.cpu.wire import Signature
 from tests.helpers.waiting import wait_for
 
@@ -19,7 +19,7 @@ class Background:
         self.state = threading.Condition(threading.Lock())
         self.pending: list[Operation] = []
         self.inbox = Inbox(0, self.state, BufferPool(0))
-        self.progress = Progress(self.state, self.pending, self._advance)
+        self.progress = ProgressThread(self.state, self.pending, self._advance)
         self.begun: list[str] = []
         self.ended: list[str] = []
 

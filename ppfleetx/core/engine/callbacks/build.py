@@ -143,4 +143,4 @@ def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
 
 def _is_here(name: str, ctx: ParallelContext) -> bool:
     ranks = CALLBACKS.traits(name).ranks
-    return ctx.is_main or ranks == "all" or (ranks == "loss" and ctx.knows_loss)
+    return ctx.is_main or ranks == "all" or (ranks == "loss" and ctx.reports_loss)
