@@ -6,7 +6,9 @@ from ppfleetx.config.registries import OPTIMIZERS, OptimizerTraits
 from ppfleetx.optims.rule import Rule, StateSpec
 
 
-@OPTIMIZERS.register("Adafactor", traits=OptimizerTraits(states=1, reads=("beta2", "weight_decay")))
+@OPTIMIZERS.register(
+    "Adafactor", traits=OptimizerTraits(states=1, reads=("beta2", "weight_decay"), needs_whole_matrices=True)
+)
 class Adafactor(Rule):
     """p -= lr * (max(rms(p), 1e-3) * u / max(1, rms(u)) + decay p), with u = g / sqrt(v).
 

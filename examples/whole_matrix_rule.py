@@ -21,7 +21,7 @@ class NormalizedMomentum(Rule):
             view.value.subtract_(lr * momentum / rms)
 
 
-@OPTIMIZERS.register("NormalizedMatrices", traits=OptimizerTraits(states=2))
+@OPTIMIZERS.register("NormalizedMatrices", traits=OptimizerTraits(states=2, needs_whole_matrices=True))
 def normalized_matrices(cfg):
     """The matrices of the blocks, and the rest: embeddings, norms, biases."""
     matrices = Group("matrices", NormalizedMomentum(cfg), lambda spec: spec.kind == "matrix")

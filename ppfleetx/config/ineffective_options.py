@@ -129,7 +129,7 @@ SWITCHED_OFF = (
     _off(
         f"Optimizer.muon: {' '.join(MuonConfig.model_fields)}",
         "no optimizer is Muon",
-        lambda cfg: not cfg.Optimizer.uses_muon,
+        lambda cfg: "Muon" not in cfg.Optimizer.names,
     ),
     _off(
         "Optimizer.weight_decay",

@@ -42,7 +42,7 @@ CONFIG_KEYS = {
     "padded_vocab": "Model.vocab_size_divisible_unit",
     "seq_len": "Data.Train.dataset.max_seq_len",
     "accumulate_steps": "Engine.accumulate_steps",
-    "uses_muon": "Optimizer.name",
+    "needs_whole_matrices": "Optimizer.name",
 }
 """The configuration key for each number of a plan or of its workload."""
 
@@ -168,7 +168,7 @@ class Workload:
     accumulate_steps: int | None = None
     num_experts: int | None = None
     expert_size: int | None = None
-    uses_muon: bool | None = None
+    needs_whole_matrices: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ LEGAL: tuple[PlanRule, ...] = (
         "(they are {sharding_stage} and {sharding})",
     ),
     PlanRule(
-        ("sharding_offload", "mp", "emp", "uses_muon"),
-        lambda p, w: not (w.uses_muon and p.sharding_offload and max(p.mp, p.emp) > 1),
-        "Muon needs whole matrices, which mp_degree {mp} and expert_mp_degree {emp} slice, and they cannot "
-        "be gathered in host memory: set sharding_offload to False",
+        ("sharding_offload", "mp", "emp", "needs_whole_matrices"),
+        lambda p, w: not (w.needs_whole_matrices and p.sharding_offload and max(p.mp, p.emp) > 1),
+        "the optimizer needs whole matrices, which mp_degree {mp} and expert_mp_degree {emp} slice, and they "
+        "cannot be gathered in host memory: set sharding_offload to False",
     ),
     PlanRule(
         ("sequence_parallel", "mp"),

@@ -133,12 +133,15 @@ class OptimizerTraits:
         matrix_states: the number for the weight matrices of the transformer blocks; None: ``states``.
         reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
+        needs_whole_matrices: whether one of its rules updates whole matrices (``Rule.needs_whole``), which
+            excludes some plans.
     """
 
     states: int = 1
     matrix_states: int | None = None
     reads: tuple[str, ...] = ("beta1", "beta2", "epsilon", "weight_decay")
     options: tuple[str, ...] = ()
+    needs_whole_matrices: bool = False
 
 
 @dataclass(frozen=True)
@@ -294,7 +297,11 @@ POSITIONS.register("alibi", f"{_POSITIONS}:alibi", traits=PositionTraits(biases=
 POSITIONS.register("none", f"{_POSITIONS}:none")
 
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
-OPTIMIZERS.register("Muon", "ppfleetx.optims.muon:muon", traits=OptimizerTraits(states=2, matrix_states=1))
+OPTIMIZERS.register(
+    "Muon",
+    "ppfleetx.optims.muon:muon",
+    traits=OptimizerTraits(states=2, matrix_states=1, needs_whole_matrices=True),
+)
 OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.schedules"

@@ -107,11 +107,13 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run.
     """
     seq_len = math.gcd(*used_lengths(cfg).values()) or None
-    return model_workload(cfg.Model, seq_len, accumulate_steps, uses_muon=cfg.Optimizer.uses_muon)
+    return model_workload(
+        cfg.Model, seq_len, accumulate_steps, needs_whole_matrices=cfg.Optimizer.needs_whole_matrices
+    )
 
 
 def model_workload(
-    model: ModelConfig, seq_len: int | None, accumulate_steps: int | None, *, uses_muon: bool
+    model: ModelConfig, seq_len: int | None, accumulate_steps: int | None, *, needs_whole_matrices: bool
 ) -> Workload:
     """What decides whether a parallel plan is legal. A size whose argument is None is unknown."""
     moe = model.moe
@@ -125,7 +127,7 @@ def model_workload(
         accumulate_steps=accumulate_steps,
         num_experts=moe.num_experts if moe else 0,
         expert_size=(moe.expert_ffn_size or model.ffn_size) if moe else None,
-        uses_muon=uses_muon,
+        needs_whole_matrices=needs_whole_matrices,
     )
 
 

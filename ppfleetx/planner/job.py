@@ -88,7 +88,8 @@ class Job:
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.
         moments: mean number of optimizer states per trained parameter, such as 2 for AdamW.
-        uses_muon: whether parameters are updated by Muon, which excludes some plans.
+        needs_whole_matrices: whether the optimizer updates whole matrices, as Muon does, which excludes
+            some plans.
         flash: whether attention uses flash attention.
         async_save: whether checkpoints are written in the background, from a copy in host memory.
         kernels: the implementation to predict, see :data:`ppfleetx.nn.cost.Kernels`.
@@ -104,7 +105,7 @@ class Job:
     precision: Precision
     recomputed: tuple[Recompute, ...]
     moments: float = 2
-    uses_muon: bool = False
+    needs_whole_matrices: bool = False
     flash: bool = False
     async_save: bool = False
     kernels: Kernels = "gpu"
@@ -167,7 +168,9 @@ class Job:
     @property
     def workload(self) -> Workload:
         """What decides whether a parallel plan is legal."""
-        return model_workload(self.model, self.seq_len, self.accumulate, uses_muon=self.uses_muon)
+        return model_workload(
+            self.model, self.seq_len, self.accumulate, needs_whole_matrices=self.needs_whole_matrices
+        )
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
         """Return the layer indices on pipeline stage ``stage``, one list per virtual stage."""
@@ -277,7 +280,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         precision=precision,
         recomputed=recompute_of(model),
         moments=mean_states(cfg),
-        uses_muon=cfg.Optimizer.uses_muon,
+        needs_whole_matrices=cfg.Optimizer.needs_whole_matrices,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,

@@ -6,6 +6,7 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.registries import OPTIMIZERS, OptimizerTraits
 from ppfleetx.data.build import build_dataset
 
 FILE = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
@@ -92,7 +93,7 @@ IMPOSSIBLE = [
         8,
         f"{D}.dp_degree=1 {D}.mp_degree=4 {D}.sharding.sharding_degree=2 "
         f"{D}.sharding.sharding_stage=2 {D}.sharding.sharding_offload=True Optimizer.name=Muon",
-        "Muon needs whole matrices, which mp_degree 4 and expert_mp_degree 4 slice",
+        "the optimizer needs whole matrices, which mp_degree 4 and expert_mp_degree 4 slice",
         "mp 4, pp 1, sharding 2 (stage 2)",
     ),
     (
@@ -129,6 +130,17 @@ def test_the_rule_and_the_nearest_plan_are_named(processes, overrides, rule, nea
     if nearest:
         named = message.partition("nearest ")[2].partition(f"plan for {processes}: ")[2]
         assert nearest in named, message
+
+
+def test_an_own_optimizer_that_needs_whole_matrices_is_refused_like_muon(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    OPTIMIZERS.register("Elementwise", "nowhere:rule")
+    OPTIMIZERS.register("Whole", "nowhere:rule", traits=OptimizerTraits(needs_whole_matrices=True))
+    plan = [f"{D}.dp_degree=1", f"{D}.mp_degree=4"]
+    plan += [f"{D}.sharding.sharding_{key}" for key in ("degree=2", "stage=2", "offload=True")]
+    assert load_config(FILE, [*plan, "Optimizer.name=Elementwise"], world_size=8).plan.mp == 4
+    with pytest.raises(ConfigError, match="the optimizer needs whole matrices, which mp_degree 4"):
+        load_config(FILE, [*plan, "Optimizer.name=Whole"], world_size=8)
 
 
 @pytest.mark.parametrize(

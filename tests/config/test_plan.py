@@ -97,7 +97,7 @@ def test_every_rule_refuses_something():
         Workload(7, 6, 6, 7, 7, 6, 7),
         Workload(num_experts=0),
         Workload(num_experts=4, expert_size=7),
-        Workload(uses_muon=True),
+        Workload(needs_whole_matrices=True),
     ]
     plans += [ParallelPlan(dp=6, ep=ep, expert_mp=emp) for ep, emp in ((2, None), (3, None), (2, 2))]
     sentences = {v.sentence for plan in plans for work in works for v in violations(plan, work)}

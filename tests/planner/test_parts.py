@@ -127,12 +127,14 @@ def test_a_search_leaves_out_what_the_engine_refuses_under_muon():
     job = replace(small_job(hidden_size=256), micro_batch=8, accumulate=1)
     card = load_card("A100-80GB").model_copy(update={"memory_gib": 0.42, "context_gib": 0.4})
 
-    def offloaded(uses_muon: bool) -> set[int]:
-        best = search(replace(job, uses_muon=uses_muon), Cluster(card), 4, keep=1000).best
+    def offloaded(needs_whole_matrices: bool) -> set[int]:
+        best = search(
+            replace(job, needs_whole_matrices=needs_whole_matrices), Cluster(card), 4, keep=1000
+        ).best
         return {found.job.plan.mp for found in best if found.job.plan.sharding_offload}
 
-    assert offloaded(uses_muon=False) == {1, 2}
-    assert offloaded(uses_muon=True) == {1}
+    assert offloaded(needs_whole_matrices=False) == {1, 2}
+    assert offloaded(needs_whole_matrices=True) == {1}
 
 
 def test_operations_follow_the_papers():

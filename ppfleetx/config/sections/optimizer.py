@@ -244,8 +244,8 @@ class OptimizerConfig(Section):
         return {self.name, *(group.optimizer or self.name for group in self.groups)}
 
     @property
-    def uses_muon(self) -> bool:
-        return "Muon" in self.names
+    def needs_whole_matrices(self) -> bool:
+        return any(OPTIMIZERS.traits(name).needs_whole_matrices for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
         """The number of float32 optimizer states that parameter ``name`` has.
