@@ -76,7 +76,9 @@ class Sharding:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
         else:
             late += early
-        self._late = self._by_bucket_key(late)  # sent at the end of a step
+        # Sent at the end of a step. Those of experts may be very many, so they are cut, too.
+        pieces = cut(late, bucket_bytes or BUCKET_BYTES, self._bucket_key)
+        self._late = [bucket for _, bucket in pieces]
 
     def _axes(self, parameter: paddle.Tensor) -> Axes:
         return self._axes_of[parameter.info.name]
@@ -114,12 +116,6 @@ class Sharding:
         """Return what the parameters of a bucket have in common: the axes of the process group, the owner,
         and the dtype."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
-
-    def _by_bucket_key(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-        found: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
-        for parameter in parameters:
-            found.setdefault(self._bucket_key(parameter), []).append(parameter)
-        return list(found.values())
 
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int

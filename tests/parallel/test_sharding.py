@@ -12,7 +12,7 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Constant
-from ppfleetx.nn.param_spec import dense
+from ppfleetx.nn.param_spec import PARTIAL, ParamSpec, Shard, dense
 from ppfleetx.nn.stage import declare
 from ppfleetx.optims.gradients import add_gradient, gradient_of, scale_to_norm, squared_norm, take_gradient
 from ppfleetx.parallel.sharding import Sharding
@@ -103,3 +103,31 @@ def test_strides_of_a_gradient_change_nothing(work, in_main):
         found = [gradient_of(parameter) for parameter in parameters]
         results.append([None if one is None else one.numpy() for one in found])
     np.testing.assert_array_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_experts_leave_in_messages_of_the_bucket_size(stage):
+    """They are sent at the end of a step, when the memory of one message for all of them may be missing."""
+    ctx = ParallelContext(ParallelPlan(sharding=2), groups={"edp": GROUP, "sharding": GROUP})
+    parameters = [paddle.create_parameter([4, 8, 8], "float32") for _ in range(8)]
+    for number, parameter in enumerate(parameters):
+        spec = ParamSpec((4, 8, 8), value={"ep": Shard(0)}, grad={"edp": PARTIAL}, name=f"expert {number}")
+        declare(parameter, spec, ctx.mesh, 0)
+        parameter.grad = paddle.full(parameter.shape, float(number))
+    sizes = []
+
+    def reduce(flat, destination, group, sync_op):
+        sizes.append(flat.size * flat.element_size())
+        return SimpleNamespace(wait=lambda: None)
+
+    sharding = Sharding(parameters, ctx, stage=stage, bucket_bytes=2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "reduce", reduce)
+        sharding.begin(1)
+        sharding.finish_gradients()
+    assert sum(sizes) == 8 * 1024
+    assert max(sizes) <= 2048
+    for number, parameter in enumerate(parameters):
+        kept = gradient_of(parameter)
+        assert (kept is not None) == sharding.owns(parameter)
+        assert kept is None or (kept == number).all()
