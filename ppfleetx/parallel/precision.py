@@ -70,7 +70,7 @@ class LossScaler:
                 self.scale = max(self.scale * BACKOFF, self._min_scale)
             return
         self._quiet_steps += 1
-        if self._quiet_steps == self.window:
+        if self._quiet_steps >= self.window:  # above it after a resume with a shorter window
             self._quiet_steps, self._tolerated = 0, self.hysteresis
             self.scale *= GROWTH
 

@@ -77,6 +77,17 @@ def test_the_smallest_scale():
     assert small.scale == 0.25
 
 
+def test_a_shorter_window_of_a_resumed_run_counts():
+    """Otherwise the scale would not grow before the next overflow."""
+    before = LossScaler(64.0, window=1000)
+    for _ in range(500):
+        before.update(False)
+    resumed = LossScaler(64.0, window=200)
+    resumed.load_state(before.state())
+    resumed.update(False)
+    assert resumed.scale == 128.0
+
+
 def test_a_constant_scale():
     scaler = LossScaler(128.0, window=1, hysteresis=1, dynamic=False)
     for overflow in (True, False, True):
