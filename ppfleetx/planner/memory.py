@@ -14,7 +14,7 @@ from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
-_BUCKET_BYTES = 64 << 20  # size of gradient buckets (distributed/collectives.py)
+_BUCKET_BYTES = 64 << 20  # size of messages without overlap (distributed/collectives.py)
 _GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # saved states of a rank's generators, and of mp's
 _FRAGMENTS = 0.02
 """Memory lost to fragmentation, as a share of the allocated memory."""
@@ -161,9 +161,16 @@ def _kept_gradients(job: Job, held: Held) -> int:
     """Return the number of gradient elements on a rank when the last backward pass ends."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
-    # Gradients of other owners stay in buckets that are not yet full.
-    waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
-    return min(held.trained, held.owned + waiting)
+    # Gradients of other owners stay in buckets that are not yet full. Those of experts stay on all ranks
+    # until the end of the step, because a pass may leave an expert without one (parallel/sharding.py).
+    waiting = int((job.plan.sharding - 1) * _bucket_bytes(job) // job.precision.gradient_bytes)
+    if job.flat_states:
+        return min(held.trained, held.owned + waiting)
+    return held.experts + min(held.dense, held.owned - held.owned_experts + waiting)
+
+
+def _bucket_bytes(job: Job) -> float:
+    return job.overlap.bucket_bytes or _BUCKET_BYTES
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
@@ -335,4 +342,4 @@ def _buffers(job: Job, held: Held) -> float:
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0
     buckets = 2 if plan.sharding_stage > 1 and job.overlap.bucket_bytes else 1
-    return min(buckets * _BUCKET_BYTES, held.trained * job.precision.gradient_bytes)
+    return min(buckets * _bucket_bytes(job), held.trained * job.precision.gradient_bytes)

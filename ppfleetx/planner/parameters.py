@@ -35,6 +35,7 @@ class Held:
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.
+        owned_experts: owned elements that belong to experts.
     """
 
     values: int
@@ -48,6 +49,7 @@ class Held:
     whole: int
     partial: int
     experts: int = 0
+    owned_experts: int = 0
 
     @property
     def dense(self) -> int:
@@ -147,6 +149,7 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
         whole=sum(one.size for one in trained if one.whole),
         partial=sum(one.size for one in trained if one.partial),
         experts=sum(one.size for one in trained if one.of_experts),
+        owned_experts=largest_share((one, one.size) for one in trained if one.of_experts),
     )
 
 

@@ -21,7 +21,7 @@ from ppfleetx.planner.communication import (
     expert_all_to_all_seconds,
     group_of,
 )
-from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
+from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Overlap, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
@@ -175,6 +175,21 @@ def test_sharding_divides_states():
     held = held_parameters(small_job(ParallelPlan(sharding=2)), 0)
     assert held.values == parameter_count(small_job().model)
     assert held.values / 2 <= held.owned < held.values * 0.6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_experts_stay_until_the_end_of_a_step(stage):
+    """Stages 2 and 3 send those of dense weights in each pass, when a bucket is full."""
+    plan = ParallelPlan(sharding=4, sharding_stage=stage, ep=2)
+    overlap = Overlap(bucket_bytes=1024.0)
+    job = replace(small_job(plan, **MOE), overlap=overlap)
+    held = held_parameters(job, 0)
+    assert 0 < held.owned_experts < held.experts * 0.6
+    waiting = 3 * 1024 // job.precision.gradient_bytes
+    dense = held.owned - held.owned_experts + waiting
+    assert dense < held.dense
+    found = stage_memory(job, Cluster(load_card("A100-80GB")), 0).whole_gradients
+    assert found == (held.experts + dense) * job.precision.gradient_bytes
 
 
 def test_an_empty_pipeline_has_the_bubble_of_the_textbook():
