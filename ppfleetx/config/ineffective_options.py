@@ -232,6 +232,14 @@ SWITCHED_OFF = (
         lambda cfg: cfg.plan.data_size == cfg.plan.sep == 1,
     ),
     _off(
+        "Distributed.bucket_size",
+        "Distributed.sharding.reduce_overlap is False, so messages of gradients have 64 MiB",
+        lambda cfg: (
+            cfg.plan.data_size * cfg.plan.sep > cfg.plan.sharding == 1
+            and not cfg.Distributed.sharding.reduce_overlap
+        ),
+    ),
+    _off(
         "Distributed: pp_layers noop_layers",
         "Distributed.pp_degree is 1",
         lambda cfg: cfg.Distributed.pp_degree == cfg.Model.virtual_pp_degree == 1,

@@ -66,6 +66,11 @@ CASES = [
         "bucket_size reduce_overlap",
     ),
     (["Distributed.bucket_size=1", "Distributed.sep_degree=2"], ""),
+    (
+        ["Distributed={bucket_size: 1, sep_degree: 2, sharding: {reduce_overlap: False}}"],
+        "Distributed.bucket_size",
+    ),
+    (["Distributed={bucket_size: 1, sharding: {sharding_degree: 2, reduce_overlap: False}}"], ""),
     (["Distributed.noop_layers=[0]"], "Distributed.noop_layers"),
     (["Engine.mix_precision.level=O1", "Engine.mix_precision.hysteresis=3"], "level hysteresis"),
     ([FP16, "Engine.mix_precision.scale_loss=2"], ""),

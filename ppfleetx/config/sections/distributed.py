@@ -67,8 +67,8 @@ class DistributedConfig(Section):
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
     """MiB of gradients in two messages: one is filled while the other is sent. With sharding stages 2 and 3,
-    and without `sharding.reduce_overlap`, MiB of one message. A larger gradient is sent alone. Smaller
-    buckets start earlier but need more messages."""
+    MiB of one message. A larger gradient is sent alone. Smaller buckets start earlier but need more messages.
+    Without `sharding.reduce_overlap`, messages of gradients have 64 MiB whatever is set here."""
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
     """Number of layers of each pipeline stage in model order; null: equal parts. With virtual stages, give a
     number for each chunk, or a list per virtual stage with a number per pipeline stage. The first stage also
