@@ -275,13 +275,11 @@ def _data(
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
     for line in token_id_lines(cfg):
         get_logger().info(line)
-    made = (
-        load_tokenizer(cfg),
-        _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples),
-        _eval_sets(cfg, ctx) if evaluates else {},
-    )
+    tokenizer, train_loader = load_tokenizer(cfg), _loader(cfg, ctx, "Train")
+    train_loader.sampler.start_after(start.consumed_samples(train_loader.fingerprint))
+    eval_sets = _eval_sets(cfg, ctx) if evaluates else {}
     _verify(cfg, ["Train", "Eval"] if evaluates else ["Train"])
-    return made
+    return tokenizer, train_loader, eval_sets
 
 
 def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:

@@ -61,12 +61,15 @@ class GlobalBatchSampler:
         self.total = total
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.data_rank, self.data_size = data_rank, data_size
-        self.consumed_samples = consumed_samples
         self.size_at = size_at or (lambda _: global_batch_size)
-        self._firsts = [consumed_samples]
+        self.start_after(consumed_samples)
         self.tail: Tail = tail
         self.shuffle_seed = shuffle_seed
         self._pass, self._permutation = -1, np.empty(0, np.int64)
+
+    def start_after(self, consumed_samples: int) -> None:
+        """Start every iteration from now on after ``consumed_samples``."""
+        self.consumed_samples, self._firsts = consumed_samples, [consumed_samples]
 
     @property
     def num_steps(self) -> int | None:

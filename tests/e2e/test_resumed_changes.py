@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,30 @@ def test_another_optimizer_is_refused_or_starts_afresh(tool: Tool, saved: Path, 
     done = resume(tool, saved, tmp_path / "dropped", *sgd, "Engine.save_load.load_optim=False")
     assert done.returncode == 0, done.stderr
     assert "Optimizer.name = 'SGD' (was 'AdamW'), a fresh optimizer" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        ("Engine.save_load.reset_data=True", "Data.Train.dataset.split=[7,3,0]"),
+        ("Engine.save_load.load_optim=False", "Optimizer.name=SGD", "Optimizer.lr.max_lr=1e-3"),
+        ("Engine.save_load.reset_data=True", "Engine.save_load.load_optim=False"),
+    ],
+    ids=["data", "optimizer", "both"],
+)
+def test_the_same_command_continues_what_it_started_afresh(
+    tool: Tool, saved: Path, tmp_path: Path, fresh: tuple[str, ...]
+) -> None:
+    """With ``resume=auto``, only the start from ``ckpt_dir`` drops state, not each restart after it."""
+    command = (*fresh, "Engine.save_load.resume=auto", "Engine.save_load.save_steps=2")
+    done = resume(tool, saved, tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert TOLD in done.stdout
+    whole = losses(tmp_path)
+    [last] = tmp_path.glob("epoch_*_step_8")
+    shutil.rmtree(last)  # as if the run had been killed after step 6
+    done = resume(tool, saved, tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert "(global step 6)" in done.stdout
+    assert TOLD not in done.stdout
+    assert losses(tmp_path) == whole

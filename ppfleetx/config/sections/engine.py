@@ -161,11 +161,13 @@ class SaveLoadConfig(Section):
     """Let parameters keep their initial values if their shape or vocabulary differs in the checkpoint,
     instead of an error."""
     load_optim: Bool = True
-    """Restore the optimizer's state on resume."""
+    """Restore the optimizer's state on resume. If false, a run that `resume` continues has a fresh optimizer
+    once, and restarts by the same command keep it."""
     load_rng: Bool = True
     """Restore the random number generators on resume."""
     reset_data: Bool = False
-    """Start the data from the beginning on resume (for another corpus)."""
+    """Start the data from the beginning on resume (for another corpus). A run that `resume` continues does so
+    once; restarts by the same command go on in the data."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
     """The learning-rate schedule on resume: the checkpoint's, this configuration's, or `strict`: an error if
     they differ."""

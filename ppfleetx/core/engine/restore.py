@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,13 @@ from ppfleetx.config.sections.engine import SaveLoadConfig
 from ppfleetx.config.sections.moe import is_router_load
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.core.engine.progress import TrainState
-from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, log_changes
+from ppfleetx.core.engine.resume_checks import (
+    Fingerprints,
+    check_resumed,
+    check_same_function,
+    log_changes,
+    may_change_optimizer,
+)
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     INIT_FROM,
@@ -86,12 +92,34 @@ class Start:
         self._load_weights(runner, cfg.Model)
         with joint_errors(self.ctx):
             changed = check_resumed(self.checkpoint, cfg, fingerprints)
+        if self._goes_on_with("load_optim") and not may_change_optimizer(self.checkpoint, cfg):
+            self.options = self.options.model_copy(update={"load_optim": True})
         if any(change.key == "Engine.save_load.keep_best" for change in changed):
             self.state.best, self.state.best_step = None, -1  # the old best value is of another metric
         schedule = self._resume(runner, schedule)
         get_logger().info(f"resuming {self.checkpoint.path} (global step {self.state.step})")
         log_changes(self.checkpoint, changed, self.options)
         return schedule
+
+    def consumed_samples(self, data: str) -> int:
+        """Return the number of samples that the run has used, and with ``reset_data`` start to count them
+        anew. ``data`` is the hash of the training data."""
+        if self.resumes and self.options.reset_data:
+            is_same = self.checkpoint.manifest.fingerprints.get("data") == data
+            if is_same and self._goes_on_with("reset_data"):
+                self.options = self.options.model_copy(update={"reset_data": False})
+            else:
+                self.state.consumed_samples = self.state.epoch = 0
+        return self.state.consumed_samples
+
+    def _goes_on_with(self, option: str) -> bool:
+        """Return whether ``resume`` found a checkpoint that was saved with the same ``load_optim`` or
+        ``reset_data``. This run has then started optimizer or data anew before, and only goes on."""
+        saved = self.checkpoint.manifest.config
+        if self.found_by != RESUME or not isinstance(saved, Mapping):
+            return False
+        then = ((saved.get("Engine") or {}).get("save_load") or {}).get(option)
+        return then == getattr(self.options, option)
 
     def _resume(self, runner: StepRunner, schedule: Schedule) -> Schedule:
         model_names = runner.model_names()
@@ -278,8 +306,6 @@ def _resume(checkpoint: Checkpoint, options: SaveLoadConfig, found_by: str) -> S
 
 def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
     state = TrainState.from_json(checkpoint.state["train"])
-    if options.reset_data:
-        state.consumed_samples = state.epoch = 0
     return Start(options, checkpoint, resumes=True, state=state)
 
 

@@ -89,6 +89,13 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
     return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
 
 
+def may_change_optimizer(checkpoint: Checkpoint, cfg: RunConfig) -> bool:
+    """Return whether the optimizer may have other states in ``cfg`` than in the checkpoint."""
+    effects = (Effect.SHAPE, Effect.OPTIMIZER, Effect.TRAINING)
+    changed = changes(checkpoint.manifest.config, cfg, effects)
+    return any(change.key.startswith(("Model", "Optimizer")) for change in changed)
+
+
 def _check_data(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> None:
     saved: Mapping[str, Any] = checkpoint.manifest.fingerprints
     if saved.get("tokenizer") and now.get("tokenizer") and saved["tokenizer"] != now["tokenizer"]:
