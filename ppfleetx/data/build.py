@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
+from ppfleetx.config.formatting import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
@@ -101,6 +102,12 @@ def build_dataloader(
         tail=tail,
         shuffle_seed=_seed(cfg, mode) if shuffles else None,
     )
+    if sampler.num_steps == 0:  # such as an exhaustive blend, which repeats nothing
+        raise DataError(
+            f"Data.{mode}: the dataset has {counted(total, 'sample', ',')}, less than the global batch of "
+            f"{batch.global_batch_size:,}, and an incomplete batch is left out. To read it, set "
+            f"Data.{mode}.sampler.drop_last to False"
+        )
     return DataLoader(dataset, sampler, section.loader.num_workers)
 
 

@@ -205,6 +205,17 @@ def write_blend(tmp_path: Path, counts: list[int], length: int) -> list[str]:
     return [str(tmp_path / f"blend{number}") for number in range(len(counts))]
 
 
+def test_an_exhaustive_blend_smaller_than_a_batch_is_evaluated_only_when_padded(tmp_path: Path) -> None:
+    prefixes = write_blend(tmp_path, [4, 3], LENGTH + 1)
+    options = {"blend": "exhaustive", "split": [0, 1, 0]}
+    cfg = make_config(tmp_path, prefixes, "Data.Train.dataset.split=[1,0,0]", **options)
+    with pytest.raises(DataError, match=r"has 7 samples, less than .* 8, .*Data.Eval.sampler.drop_last"):
+        build_dataloader(cfg, "Eval")
+    cfg = make_config(tmp_path, prefixes, "Data.Eval.sampler.drop_last=False", **options)
+    [step] = build_dataloader(cfg, "Eval")
+    assert sum(batch["loss_mask"].any(axis=1).sum() for batch in step) == 7
+
+
 def test_an_exhaustive_blend_reads_everything_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prefixes = write_blend(tmp_path, [41, 7, 1, 20], LENGTH + 1)
     short = str(tmp_path / "short")
