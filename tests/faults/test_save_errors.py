@@ -9,7 +9,7 @@ import pytest
 
 from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.e2e.program import losses
+from tests.e2e.program import losses, records
 from tests.faults.program import Program
 
 BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
@@ -52,6 +52,20 @@ def test_training_continues_where_configured(pools, corpus, tmp_path, undisturbe
     assert outcome.error is None
     assert program.steps() == [1, 4] and resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_4"
     assert losses(tmp_path) == undisturbed(Plan())
+
+
+@BOTH_WAYS
+def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(pools, corpus, tmp_path, in_background):
+    options = {"async_save": in_background, "on_save_error": "continue", "keep_best": "loss"}
+    program = Program(pools, corpus, tmp_path, **options)
+    program.values |= {"Engine.eval_freq": 1, "Optimizer.lr.max_lr": 3.0}
+    (outcome,) = program.fail_at(1)
+    assert outcome.error is None
+    found = {record["step"]: record["loss"] for record in records(tmp_path, "eval") if record["step"]}
+    assert min(found, key=found.get) == 1, "the test needs the best result where the save fails"
+    del found[1]
+    best = resolve_checkpoint(tmp_path / "best", verify=True)
+    assert best.name == f"epoch_0_step_{min(found, key=found.get)}"
 
 
 @BOTH_WAYS

@@ -209,9 +209,11 @@ class Engine:
         record = records[0]
         value = -record.loss if judged_by == "loss" else fmean(record.metrics.values())
         if self.state.best is None or value > self.state.best:
+            before = self.state.best, self.state.best_step
             self.state.best, self.state.best_step = value, self.state.step
             self._save_once()
-            self._saver.mark_best(self)
+            if not self._saver.mark_best(self):
+                self.state.best, self.state.best_step = before
 
     def _train(self, batches: Iterator[Sequence[MicroBatch]], eval_sets: EvalSets, stop: StopRequest) -> None:
         while self.state.step < self.max_steps:

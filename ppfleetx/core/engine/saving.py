@@ -73,16 +73,17 @@ class Saver:
                 state=self._state(run),
             )
 
-    def mark_best(self, run: Run) -> None:
+    def mark_best(self, run: Run) -> bool:
         """Write the name of the current step's checkpoint to the file ``best`` in the output directory, and
-        delete old checkpoints beyond ``keep_max``. Does nothing if saving that checkpoint failed."""
+        delete old checkpoints beyond ``keep_max``. Returns False if that or saving the checkpoint failed."""
         self.complete()
         if self._failure is not None:
-            return
+            return False
         path = self._manager.output_dir / step_directory(run.state.epoch, run.state.step)
         with self._guarded(), joint_errors(self._ctx, name_ranks=False):
             if self._ctx.is_main and path.is_dir():  # the checkpoint that a run resumed from may be elsewhere
                 write_best(path, self._manager.ownership)
+        return self._failure is None
 
     def complete(self) -> None:
         with self._guarded():
