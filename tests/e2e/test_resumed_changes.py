@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Tool, losses
+from tests.e2e.conftest import Tool, losses, records
 
 FEW = ("Engine.eval_freq=0", "Data.Train.dataset.eod_id=511")
 TOLD = "computes something else than the one that saved"
@@ -49,6 +49,18 @@ def test_nothing_is_said_where_nothing_changes(tool: Tool, saved: Path, tmp_path
     done = resume(tool, saved, tmp_path, "Global.micro_batch_size=4", "Model.use_recompute=True")
     assert done.returncode == 0, done.stderr
     assert TOLD not in done.stdout
+
+
+def test_the_best_result_of_another_evaluation_is_forgotten(tool: Tool, tmp_path: Path) -> None:
+    keys = ("Engine.eval_freq=2", "Engine.save_load.save_steps=2", "Engine.save_load.keep_best=loss")
+    tool.ok(tmp_path / "before", *keys)
+    path = tmp_path / "before/epoch_0_step_4"
+    worse = ("Data.Eval.dataset.max_seq_len=2", f"Engine.save_load.ckpt_dir={path}")
+    tool.ok(tmp_path / "after", *keys, *worse)
+    [then] = [r["loss"] for r in records(tmp_path / "before", "eval") if r["step"] == 4]
+    now = {r["loss"]: r["step"] for r in records(tmp_path / "after", "eval")}
+    assert min(now) > then, "the test needs an evaluation with worse results"
+    assert f"epoch_0_step_{now[min(now)]}" in (tmp_path / "after/best").read_text()
 
 
 def test_another_optimizer_is_refused_or_starts_afresh(tool: Tool, saved: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.resume_policy import Effect, changes
 from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.engine import SaveLoadConfig
 from ppfleetx.config.sections.moe import is_router_load
@@ -94,8 +95,8 @@ class Start:
             changed = check_resumed(self.checkpoint, cfg, fingerprints)
         if self._goes_on_with("load_optim") and not may_change_optimizer(self.checkpoint, cfg):
             self.options = self.options.model_copy(update={"load_optim": True})
-        if any(change.key == "Engine.save_load.keep_best" for change in changed):
-            self.state.best, self.state.best_step = None, -1  # the old best value is of another metric
+        if changed and changes(self.checkpoint.manifest.config, cfg, (Effect.EVALUATION,)):
+            self.state.best, self.state.best_step = None, -1  # the old best value measures something else
         schedule = self._resume(runner, schedule)
         get_logger().info(f"resuming {self.checkpoint.path} (global step {self.state.step})")
         log_changes(self.checkpoint, changed, self.options)
