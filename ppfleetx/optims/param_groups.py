@@ -105,8 +105,10 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
 
 
 def _rows(key: str, own: ParamGroupConfig, optimizer: str, found: list[ParamSpec]) -> list[GroupRow]:
-    changed = ("lr_factor", "weight_decay", "beta1", "beta2")
-    settings = ", ".join(f"{name} {getattr(own, name):g}" for name in changed if name in own.model_fields_set)
+    names = ("lr_factor", "weight_decay", "beta1", "beta2")
+    fields = type(own).model_fields
+    changed = {name: value for name in names if (value := getattr(own, name)) != fields[name].default}
+    settings = ", ".join(f"{name} {value:g}" for name, value in changed.items())
     rules = MUON_RULES if optimizer == "Muon" else {optimizer: takes_all}
     parts: dict[str, list[ParamSpec]] = {name: [] for name in rules}
     for spec in found:

@@ -157,6 +157,15 @@ def test_a_group_that_takes_nothing_is_refused_by_name():
     assert sum(len(row.names) for row in rows) == len(list(specs))
 
 
+def test_the_table_of_groups_is_the_same_for_the_configuration_that_a_run_writes():
+    """It gives every key of a group, null where the group leaves it out."""
+    specs = parameter_specs(MODEL).values()
+    cfg = OptimizerConfig(groups=[{"kinds": ["norm"], "lr_factor": 0.5}, {"kinds": ["bias"], "beta2": 0.9}])
+    rows = group_rows(OptimizerConfig(**cfg.model_dump(mode="json")), specs)
+    assert [row.settings for row in rows] == ["lr_factor 0.5", "beta2 0.9", ""]
+    assert rows == group_rows(cfg, specs)
+
+
 @pytest.mark.parametrize(
     "given",
     [
