@@ -166,6 +166,11 @@ def test_the_table_of_groups_is_the_same_for_the_configuration_that_a_run_writes
     assert rows == group_rows(cfg, specs)
 
 
+def test_a_wrong_layer_decay_is_told_what_it_may_be():
+    with pytest.raises(ConfigError, match=r"Optimizer\.layer_decay = 1\.5 .*must be a number in \(0, 1\]"):
+        load_config("debug/gpt_nano", ["Optimizer.layer_decay=1.5"])
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -20,6 +20,7 @@ from ppfleetx.config.fields import (
     RuleError,
     Section,
     Text,
+    UnitFloat,
 )
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES, unknown_options
 from ppfleetx.config.registry import Registered
@@ -230,7 +231,7 @@ class OptimizerConfig(Section):
     muon: MuonConfig = MuonConfig()
     groups: tuple[ParamGroupConfig, ...] = ()
     """Groups of parameters with their own rates, decays or optimizers."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    layer_decay: UnitFloat = 1.0
     """Layer-wise decay of the learning rate, for finetuning. With L blocks, the rate is multiplied by
     layer_decay ** (L - i) in block i (from 0), by layer_decay ** (L + 1) in the embedding, and by 1 after the
     blocks."""
