@@ -4,7 +4,7 @@ supported: ``gpt2``, which merges bytes, and ``llama``, which merges characters.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
@@ -219,6 +219,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     by_id = {number: token for token, number in ids.items()}
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
     is_of_characters = bool(model.get("byte_fallback"))
+    _check_normalizer(tokenizer, _NORMALIZERS_OF_CHARACTERS if is_of_characters else _NORMALIZERS_OF_BYTES)
     types = [
         _type_of(by_id.get(number), added.get(number), model if is_of_characters else {})
         for number in range(vocab_size)
@@ -285,6 +286,24 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
+# llama.cpp leaves out NFC, which changes few texts, for Qwen's files, too.
+_NORMALIZERS_OF_BYTES = ("NFC",)
+_NORMALIZERS_OF_CHARACTERS = ("NFC", "Prepend", "Replace")
+
+
+def _check_normalizer(tokenizer: Tokenizer, known: Collection[str]) -> None:
+    """Raise CheckpointError if a tokenizer changes the text before it splits it, other than by the steps
+    ``known``. llama.cpp would encode the unchanged text."""
+    steps = [tokenizer.definition.get("normalizer")]
+    for step in steps:
+        if step is not None and step["type"] == "Sequence":
+            steps += step["normalizers"]
+        elif step is not None and step["type"] not in known:
+            raise CheckpointError(
+                f"{tokenizer.place} has the normalizer {shown(step['type'])}, which cannot be written as GGUF"
+            )
+
+
 def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """Return GGUF's name, such as ``qwen2``, for the rule by which a tokenizer splits text into pieces.
     Raises CheckpointError if the rule is not a supported one."""
@@ -299,7 +318,9 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
 
 
 def _comparable(cut: Any) -> Any:
-    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens."""
+    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens, and add defaults."""
     if isinstance(cut, Mapping):
-        return {key: _comparable(value) for key, value in cut.items() if key != "trim_offsets"}
+        # GPT-2's and Pythia's own files are older than use_regex, which is true by default.
+        usual = {"use_regex": True, **cut} if cut.get("type") == "ByteLevel" else cut
+        return {key: _comparable(value) for key, value in usual.items() if key != "trim_offsets"}
     return [_comparable(one) for one in cut] if isinstance(cut, list) else cut

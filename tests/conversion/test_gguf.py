@@ -323,6 +323,40 @@ def test_tokenizers_there_and_back(tmp_path, name):
     assert again.end_ids[0] == first.end_ids[0]
 
 
+OLD_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "name"),
+    [
+        (OLD_BYTE_LEVEL, "gpt-2"),
+        (
+            {
+                "type": "Sequence",
+                "pretokenizers": [{"type": "Digits", "individual_digits": True}, OLD_BYTE_LEVEL],
+            },
+            "smollm",
+        ),
+    ],
+)
+def test_files_older_than_use_regex(pre_tokenizer, name):
+    """As those of GPT-2 and Pythia."""
+    vocab = {token: number for number, token in enumerate([*BYTE_CHARACTERS, "<|end|>"])}
+    definition = make_definition(vocab, [], ["<|end|>"])
+    old = Tokenizer(definition | {"pre_tokenizer": pre_tokenizer}, eod_token="<|end|>")
+    assert tokenizer_metadata(old, 300)["tokenizer.ggml.pre"] == name
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama2_plain"])
+def test_a_normalizer_that_llama_cpp_does_not_have(kind):
+    definition = Tokenizer.load(GOLDENS / "tokenizers" / kind).definition
+    own = definition.get("normalizer")
+    changes = {"type": "Sequence", "normalizers": [*([own] if own else []), {"type": "Lowercase"}]}
+    lower = Tokenizer(definition | {"normalizer": changes})
+    with pytest.raises(CheckpointError, match="normalizer 'Lowercase', which cannot be written as GGUF"):
+        tokenizer_metadata(lower, lower.vocab_size)
+
+
 def test_a_tokenizer_with_parts_missing(tmp_path):
     tokens = [*BYTE_CHARACTERS, "ab", "<s>"]
     metadata = {
