@@ -288,13 +288,33 @@ def test_what_is_another_network_is_refused(name, change, message):
 
 @pytest.mark.parametrize(
     "name, absent",
-    [("mistral", "sliding_window"), ("mistral", "num_key_value_heads"), ("qwen3", "head_dim")],
+    [
+        ("mistral", "sliding_window"),
+        ("mistral", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+    ],
 )
-def test_sizes_that_transformers_would_guess_must_be_there(name, absent):
+def test_values_that_transformers_would_guess_must_be_there(name, absent):
     config = dict(TOLD[name]["config"])
     del config[absent]
     with pytest.raises(CheckpointError, match=f"config.json lacks {absent}"):
         model_keys(config)
+
+
+def test_a_limit_that_is_null_is_none():
+    keys = model_keys(TOLD["gemma2"]["config"] | {"attn_logit_softcapping": None})
+    assert keys["attn_logit_softcapping"] is None
+    assert keys["final_logit_softcapping"] == 30.0
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("smollm3", 2e6), ("cohere", 5e5), ("ernie4_5", 5e5), ("olmo3", 5e5), ("qwen3", 1e4)]
+)
+def test_the_base_of_transformers_if_none_is_given(name, base):
+    config = {key: value for key, value in TOLD[name]["config"].items() if "rope" not in key}
+    assert model_keys(config)["rotary_base"] == base
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,13 @@ LLAMA_KIN: dict[str, Family] = {
         "MistralForCausalLM", ROTARY, WINDOW, required=("num_key_value_heads", "sliding_window")
     ),
     "gemma": _GEMMA.variant("GemmaForCausalLM", ROTARY),
-    "gemma2": _GEMMA2.variant("Gemma2ForCausalLM", ROTARY, pattern(2)),
+    "gemma2": _GEMMA2.variant(
+        "Gemma2ForCausalLM",
+        ROTARY,
+        pattern(2),
+        # transformers has limits for a missing key, and none for null.
+        required=(*_SIZES_OF_HEADS, "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
     "gemma3_text": _GEMMA2.variant(
         "Gemma3ForCausalLM",
         Feature({*ROTARY.reads, "rope_local_base_freq"}, write=hf_rope),
@@ -308,7 +314,7 @@ LLAMA_KIN: dict[str, Family] = {
         _OWN_CODE,
         keys=TIED,
     ),
-    "cohere": _COHERE.variant("CohereForCausalLM", _norms_of_heads("use_qk_norm")),
+    "cohere": _COHERE.variant("CohereForCausalLM", rotary(5e5), _norms_of_heads("use_qk_norm")),
     "cohere2": _COHERE.variant("Cohere2ForCausalLM", pattern(4, period=PERIOD, also=_cohere2)),
     "glm": _GLM,
     "glm4": _GLM.variant(
@@ -357,7 +363,7 @@ LLAMA_KIN: dict[str, Family] = {
     ),
     "smollm3": LLAMA.variant(
         "SmolLM3ForCausalLM",
-        ROTARY,
+        rotary(2e6),
         Feature(
             {"no_rope_layers", "no_rope_layer_interval"},
             _smollm3,
