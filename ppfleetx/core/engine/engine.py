@@ -201,13 +201,15 @@ class Engine:
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate all sets. With ``Engine.save_load.keep_best``, also save and mark a checkpoint if the
-        result of the first set is the best so far, but never at step 0."""
+        result of the first set is the best so far, but never at step 0 or for NaN."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
             return
         record = records[0]
         value = -record.loss if judged_by == "loss" else fmean(record.metrics.values())
+        if math.isnan(value):
+            return
         if self.state.best is None or value > self.state.best:
             before = self.state.best, self.state.best_step
             self.state.best, self.state.best_step = value, self.state.step
