@@ -75,6 +75,8 @@ def ours() -> dict[str, float]:
 
     from ppfleetx.nn.cpu_ops import bfloat16
 
+    if not bfloat16.are_available():
+        raise SystemExit("this CPU has no AVX512-BF16, or `python -m ppfleetx.nn.cpu_ops` has not run")
     found = {}
     for shape, (rows, width_in, width_out) in SHAPES.items():
         wide = [paddle.randn(size) for size in ([rows, width_in], [width_in, width_out], [rows, width_out])]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch, eager) at equal shapes.
+"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch) at equal shapes.
 
     python benchmarks/throughput.py --nanogpt DIR [--peer-python PYTHON] [--threads 1] [--pairs 3]
-                                    [--dtype bfloat16] [--peer-dtype bfloat16]
+                                    [--dtype bfloat16] [--peer-dtype bfloat16] [--peer-compile]
 
 DIR is a checkout of nanoGPT; PYTHON an interpreter that has PyTorch. Each pair runs both programs one
 after the other in processes of their own, on the same cores, and compares tokens per CPU second (time
@@ -40,6 +40,7 @@ def main() -> None:
     types = ["float32", "bfloat16"]
     parser.add_argument("--dtype", choices=types, default="float32", help="of this project's products")
     parser.add_argument("--peer-dtype", choices=types, default="float32", help="bfloat16: by autocast")
+    parser.add_argument("--peer-compile", action="store_true", help="nanoGPT with torch.compile")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each run, after two untimed")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--profile", action="store_true", help="say where the step's time goes")
@@ -85,6 +86,8 @@ def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dic
     command += ["--threads", str(args.threads), "--dtype", args.dtype, "--peer-dtype", args.peer_dtype]
     if args.nanogpt:
         command += ["--nanogpt", str(args.nanogpt)]
+    if args.peer_compile:
+        command += ["--peer-compile"]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -142,7 +145,7 @@ def make_runner(layers: int, hidden: int, heads: int, dtype: str = "float32"):
 def run_nanogpt(
     layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Train steps as nanoGPT's train.py does them on a CPU without compilation."""
+    """Train steps as nanoGPT's train.py does them on a CPU."""
     sys.path.insert(0, str(args.nanogpt))
     import torch
     from model import GPT, GPTConfig
@@ -163,6 +166,8 @@ def run_nanogpt(
     )
     optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), "cpu")
     sys.stdout = sys.__stdout__
+    if args.peer_compile:
+        model = torch.compile(model)
 
     def step(number: int) -> None:
         tokens = torch.randint(0, VOCAB, (batch, SEQ + 1))
