@@ -69,7 +69,7 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """Return the loss mask ``[s, b]`` at this rank's hidden states; None outside of a step."""
+    """Return the loss mask ``[s, b]`` of this rank's positions; None outside of a step."""
     place = _PLACE.get()
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 
@@ -142,8 +142,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return each token's weight in the loss, ``[s, b]`` at this rank's positions, if ``of`` is
-        ``tokens``. Otherwise return the weight of each row of the micro batch, ``[b]``."""
+        """Return weights in the loss: ``[s, b]`` for the tokens at this rank's positions if ``of`` is
+        ``tokens``, otherwise ``[b]`` for the rows of the micro batch."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -153,8 +153,8 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return the share of one micro batch in the divisor of a metric: its number of valid tokens or
-        sequences, or its fraction of the step."""
+        """Return what one micro batch adds to the divisor of a metric: its number of valid tokens or
+        sequences or, if ``of`` is ``step``, its fraction of the step."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())

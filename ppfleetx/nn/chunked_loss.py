@@ -151,7 +151,8 @@ class _HeadMatrix:
         self.is_transposed, self.matmul, self._cap = is_transposed, matmul, cap
 
     def values(self) -> list[paddle.Tensor]:
-        """Return weight and bias detached, so that their hooks do not run in the forward pass."""
+        """Return the values of weight and bias as new leaves, detached from the parameters."""
+        # The forward pass computes gradients, which must not run the hooks of the parameters.
         return [_leaf(self.matmul.leaf_value(one), one.stop_gradient) for one in self.parameters]
 
     def logits(

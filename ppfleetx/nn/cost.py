@@ -156,8 +156,8 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return dropout of ``size`` bytes as one operation for the memory simulation (:mod:`ppfleetx.nn.tape`).
-    It keeps a mask of one byte per element; with probability 0, it is a view without a mask."""
+    """Return dropout of ``size`` bytes as a step of the memory simulation (:mod:`ppfleetx.nn.tape`).
+    It keeps a mask of one byte per element. With probability 0, it is a view without a mask."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

@@ -105,15 +105,15 @@ class _Travel(RoundTrip):
 # its node) there, which forwards them. Experts receive the same rows in the same order as with one level.
 @dataclass(frozen=True)
 class Route:
-    """The numbers of rows that ranks send and receive when rows travel to their experts and back. In an
-    exchange with one level, every rank along ``ep`` counts as a node.
+    """How many rows the ranks send and receive on the way to the experts and back. In an exchange with one
+    level, every rank along ``ep`` counts as a node.
 
     Attributes:
-        sent: number of rows that this rank sends to each node.
-        passing: ``[nodes, ranks per node]``, number of rows from each node that this rank forwards to each
+        sent: ``[nodes]``, number of rows that this rank sends to each node.
+        passing: ``[nodes, ranks per node]``, number of rows that this rank forwards from each node to each
             rank of its own node.
-        table: ``[emp, ranks per node, nodes, experts of this rank]``, number of rows that each rank along
-            ``emp`` receives from each rank of each node for each expert.
+        table: ``[emp, ranks per node, nodes, experts of this rank]``, number of rows that arrive at each rank
+            along ``emp``, from each rank of each node, for each expert.
         zeros_at: index of a row of zeros among the rows sent; None: there is no such row.
         between, within, emp: the process groups, or None.
     """
@@ -219,9 +219,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Send the rows that this rank received in the exchange between nodes on to the ranks of this node
-        that have their experts. Return the rows that this rank gets, sorted by expert. Ranks that slice the
-        same experts get the same rows."""
+        """Forward the rows from the exchange between nodes to the ranks of this node that have their experts.
+        Return the rows that this rank gets, sorted by expert. Ranks that slice the same experts get the same
+        rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -230,9 +230,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Undo :meth:`spread` for the outputs of this rank's experts: send them back to the ranks of this
-        node that forwarded the rows. Return the outputs for the rows that this rank passed to
-        :meth:`spread`, in the same order. Outputs of ranks that slice the same experts are summed."""
+        """Undo :meth:`spread`: send the outputs of this rank's experts back to the ranks that forwarded the
+        rows. Outputs of ranks that slice the same experts are summed. Return an output for each row that this
+        rank passed to :meth:`spread`, in the same order."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -297,8 +297,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
     """Return the indices that sort received rows by expert.
 
     Args:
-        table: number of rows, ``[emp rank, rank in its node, node, expert]``.
-        stride: the rows that ``emp`` rank ``j`` received start at index ``j * stride``.
+        table: number of rows, as in :class:`Route`.
+        stride: the rows that arrived at rank ``j`` along ``emp`` start at index ``j * stride``.
     """
     # Rows arrive ordered by slice, place, node and expert; each expert's rows are then ordered by slice, node
     # and place.

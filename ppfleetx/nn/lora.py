@@ -59,8 +59,8 @@ class LoraBranch(nn.Layer):
 
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
-    """Return ``stages`` with adapters on the linears selected by ``cfg``, and all else frozen. A ``finish``
-    that a stage already has is lost."""
+    """Return ``stages`` with adapters on the linears selected by ``cfg``, and all else frozen. Replaces the
+    ``finish`` of each stage."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

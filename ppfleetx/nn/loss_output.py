@@ -1,5 +1,5 @@
-"""The result of a task's loss: a differentiable sum, and metrics as sums with counts. The runner divides them
-by counts over all micro batches and ranks."""
+"""The result of a task's loss: a differentiable sum, and metrics as sums with counts. The runner divides the
+sums by the counts of all micro batches and ranks."""
 
 from __future__ import annotations
 

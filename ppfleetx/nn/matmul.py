@@ -341,8 +341,8 @@ class _Work:
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """Convert the upstream gradient to the type in which it is multiplied. The second result is the bias
-        gradient, or None if the conversion does not compute it."""
+        """Convert the upstream gradient to the type in which it is multiplied. Also return the bias gradient
+        if the conversion computes it; otherwise None."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:

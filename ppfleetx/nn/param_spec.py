@@ -221,8 +221,8 @@ def _is_replica(axis: str, view: View) -> bool:
 
 
 def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Return whether ``rank`` includes the parameter in the gradient norm. Of the ranks along
-    :func:`norm_axes` that hold the same gradient, exactly one does.
+    """Return whether ``rank`` includes the parameter in the gradient norm. The sum over :func:`norm_axes`
+    then contains each gradient once.
 
     Args:
         owns: whether the rank owns the parameter.

@@ -195,8 +195,8 @@ def build_stage(
 
     Args:
         seed: seed of the initial values; None: they are not set, because a checkpoint will be loaded.
-        shared: tied sub-layers built so far in this process, by key. The stage uses the sub-layer with its
-            key, or adds its own.
+        shared: the tied sub-layers that this process has built so far, by key. The stage takes its tied
+            sub-layer from here, or builds it and adds it.
         empty: whether to free the parameters' memory instead of drawing values.
     """
     kwargs = dict(stage.kwargs)

@@ -153,8 +153,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return the result of ``chosen`` for ``parameter`` on this rank. ``chosen`` decides whether a rank
-        counts a parameter in the gradient norm, or whether it writes it into checkpoints."""
+        """Return the result of ``chosen``, which is :func:`counts` or :func:`writes` of
+        :mod:`ppfleetx.nn.param_spec`, for ``parameter`` on this rank."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0

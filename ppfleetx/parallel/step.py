@@ -274,7 +274,7 @@ class StepRunner(ABC):
                 yield parameter.info.name, parameter
 
     def model_names(self) -> list[str]:
-        """Return the canonical names of all parameters of the whole model. A collective over the job."""
+        """Return the canonical names of all parameters of the whole model. All ranks must call this."""
         names = [parameter.info.name for parameter in self._model.parameters()]
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 

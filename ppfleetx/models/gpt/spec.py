@@ -488,8 +488,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of the given shape. All other properties are copied from ``like``, the GPT block's
-    parameter of the same name, if it exists and has as many dimensions."""
+    """Declare a parameter of the given shape. If ``like``, the GPT block's parameter of the same name, has as
+    many dimensions, all other properties are copied from it."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     # Tensor parallelism splits a matrix by columns and replicates a vector.

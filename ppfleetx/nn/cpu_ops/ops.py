@@ -40,8 +40,9 @@ BUILT = Path(__file__).with_name("built")
 
 
 def library_path(library: str) -> Path:
-    """Return the path of an operator library for this Paddle, CPU and source code. The library may not exist
-    yet."""
+    """Return the path of an operator library, which may not be compiled yet."""
+    # The name has a hash of Paddle's version, the options, the CPU and the source code, because a change of
+    # any of them needs a new library.
     source = SOURCES[library]
     cpuinfo = read_cpuinfo()
     # On processors other than x86, Linux lists no flags; use the whole description.
