@@ -293,8 +293,8 @@ def _of_same_shape(
     """Return the parameters that have the same shape in the checkpoint, and warn of the others.
 
     Args:
-        other_vocabulary: whether the vocabulary has another size in the checkpoint. The embedding and the
-            head are then among the others, whatever their shape.
+        other_vocabulary: whether the vocabulary has another size in the checkpoint. If so, the embedding and
+            the head are left out, even if padding makes their shapes equal.
     """
     same, other = [], []
     for name, param in params:

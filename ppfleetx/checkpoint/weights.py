@@ -114,7 +114,7 @@ def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") 
 
 
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
-    """Yield whole tensors as slices to save. A tensor is read only when it is written."""
+    """Yield each tensor as one slice to save. Its data is read only when the slice is written."""
     for name, tensor in tensors.items():
         yield TensorSlice(
             name,

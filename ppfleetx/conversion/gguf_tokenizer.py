@@ -117,7 +117,7 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """Make the ``tokenizer.json`` of a byte-level BPE. Also returns llama.cpp's name of its pre-tokenizer."""
+    """Return the ``tokenizer.json`` of a byte-level BPE, and llama.cpp's name of its pre-tokenizer."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":

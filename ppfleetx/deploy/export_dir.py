@@ -85,20 +85,20 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """Name of the program file that uses our C++ operators. Its matrices are stored in groups of ``width``
+    """Name of the program file that uses our C++ operators. It stores matrices in groups of ``width``
     columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """Name of the program file of a quantized model that uses our C++ operators for low-bit matrices. These
-    matrices are stored in groups of ``width`` columns."""
+    """Name of a quantized model's program file that uses our C++ operators for low-bit matrices. It stores
+    these matrices in groups of ``width`` columns."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """Name of the program file of a quantized model that runs all transformer blocks in one C++ operation.
-    Its matrices are stored in groups of ``width`` columns."""
+    """Name of a quantized model's program file that runs all transformer blocks in one C++ operation. It
+    stores matrices in groups of ``width`` columns."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 

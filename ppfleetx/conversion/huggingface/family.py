@@ -145,11 +145,11 @@ def _value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of a block's parameters, ours -> Hugging Face's, with prefixes.
+    """Add the prefixes of a block to a mapping from our parameter names to Hugging Face's.
 
     Args:
-        row: Hugging Face's prefix of a block, such as ``model.layers.{}``.
-        layers: the names without prefixes, ours -> Hugging Face's.
+        row: Hugging Face's prefix, such as ``model.layers.{}``.
+        layers: the mapping without prefixes.
     """
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
@@ -368,8 +368,8 @@ def pattern(
     Args:
         every: the default number of layers in a period. The last layer of each period has no window.
         period: the ``config.json`` keys that can set this number; the first one that is present is used.
-        also: a function that makes further keys of our ``Model`` section. Its arguments are the
-            ``config.json`` and the keys for the window.
+        also: a function that returns further keys of our ``Model`` section, given the ``config.json`` and
+            the keys for the window.
     """
 
     def read(config: Config) -> dict[str, Any]:

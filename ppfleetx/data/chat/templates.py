@@ -290,9 +290,8 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` at which the generation prompt ends. ``text`` is what the template
-        writes before the content of an answer. If it has only the beginning of the generation prompt, the
-        offset is where that beginning ends; if it has nothing of the prompt, 0."""
+        """Find the generation prompt, or else the longest beginning of it, in ``text``, which the template
+        writes before the content of an answer. Returns the offset where it ends; 0 if there is none."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

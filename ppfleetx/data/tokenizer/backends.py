@@ -56,8 +56,8 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Whether the merges, when they encode the bytes ``left + right`` alone, join tokens across the boundary
-    between ``left`` and ``right``."""
+    """Whether the merges before ``own_rank``, applied to the bytes ``left + right``, make a token across the
+    boundary between ``left`` and ``right``."""
     # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
     # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
     # right: a crossing merge comes after a merge that consumes the left token, and before a merge that
@@ -347,8 +347,8 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens of two or more bytes that no merge produces. ``live`` are those that merges produce,
-    from `live_ranks`. Raises Unsupported if tiktoken would join two tokens to one that no merge produces."""
+    """Return the tokens of two or more bytes that are not in ``live``, the tokens that merges produce
+    (`live_ranks`). Raises Unsupported if tiktoken would join two tokens to one that is not in ``live``."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -53,8 +53,9 @@ ALIASES: dict[str, str] = {
 
 
 def plain(name: str) -> str:
-    """Convert a dotted option name of MindSpeed-Core-MS to ``section.key``. The block ``train_config``, which
-    may surround all sections, is removed. A key directly in it gets the section ``training_config``."""
+    """Remove the block ``train_config`` from a dotted option name of MindSpeed-Core-MS:
+    ``train_config.SECTION.KEY`` becomes ``SECTION.KEY``, and ``train_config.KEY`` becomes
+    ``training_config.KEY``."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
