@@ -1,6 +1,4 @@
-"""``python -m ppfleetx``: the command ``ppfleetx``. It is also the script of each rank of ``--nproc``,
-because Paddle's launcher takes the path of a script, not a module.
-"""
+"""``python -m ppfleetx``: the command ``ppfleetx``. Paddle's launcher runs this file in each rank."""
 
 import sys
 
@@ -16,7 +14,7 @@ def main() -> None:
 
 
 def main_of_rank() -> None:
-    """Run :func:`main` in a process that was started with this file's path."""
+    """Run :func:`main` in a rank, which Paddle's launcher has started with the path of this file."""
     from pathlib import Path
 
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package whose command started the ranks
@@ -27,4 +25,4 @@ def main_of_rank() -> None:
 
 
 if __name__ == "__main__":
-    main() if __package__ else main_of_rank()
+    main() if __package__ else main_of_rank()  # Paddle's launcher runs a path, not a module

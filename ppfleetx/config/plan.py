@@ -176,7 +176,7 @@ class PlanRule:
     """One condition that a legal parallel plan satisfies for a workload.
 
     Attributes:
-        reads: the fields that the condition needs, the most likely wrong one first.
+        reads: the fields that the condition needs, beginning with the most likely mistake.
         sentence: the condition in words, with format fields for the numbers.
     """
 
@@ -299,7 +299,7 @@ LEGAL: tuple[PlanRule, ...] = (
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that a plan breaks, and the configuration keys involved, the most likely wrong one first."""
+    """A rule that a plan breaks, and its configuration keys, beginning with the most likely mistake."""
 
     keys: tuple[str, ...]
     sentence: str

@@ -332,7 +332,7 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """List the tasks that have a trait, for a message: ``GPTModule, GPTGenerationModule``."""
+    """Return the names of the tasks with a trait, as text: ``GPTModule, GPTGenerationModule``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 

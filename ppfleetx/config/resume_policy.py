@@ -232,11 +232,8 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """Return ``key`` with its value in both configurations.
-
-    If a section that contains ``key`` is null in one of them, return this section with its two values
-    instead.
-    """
+    """Return ``key`` with its two values. If a section around ``key`` is null in one of the configurations,
+    return that section with its two values instead."""
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

@@ -126,7 +126,7 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return up to ``most`` indices into a list of ``count`` items, evenly spread, with the first and the
+    """Return at most ``most`` indices into a list of ``count`` items, evenly spaced from the first to the
     last."""
     if count <= most:
         return list(range(count))

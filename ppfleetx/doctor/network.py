@@ -143,8 +143,8 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Yield report rows on the connections between all machines. The answer of each machine maps the number
-    of every other machine to what is wrong with the connection to it, or to "" if nothing is."""
+    """Yield report rows on the connections between all machines. A machine's answer maps the number of each
+    other machine to the problem with the connection to it ("" if it works)."""
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
@@ -213,9 +213,13 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return a report row if other machines cannot reach this one at ``own``, the address that Paddle's
-    launcher would announce; otherwise None. ``host`` is the first machine as ``--master`` names it, and
-    ``master`` is its IP address. ``is_first`` says whether that is this machine."""
+    """Return a report row if other machines cannot reach this one at the address ``own``; otherwise None.
+
+    Args:
+        own: the address of this machine that Paddle's launcher would announce.
+        host, master: the first machine, as ``--master`` names it and as IP address.
+        is_first: whether this machine is the first.
+    """
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

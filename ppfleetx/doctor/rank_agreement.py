@@ -50,8 +50,8 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """Read this fact and return its values in this process, or None if another process of this machine
-        reads it instead. If reading takes too long, the result says only that the values are unread."""
+        """Read this fact and return its values in this process: None if another process of this machine reads
+        it instead, ``_UNREAD`` if reading takes too long."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -115,9 +115,10 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Read each of :data:`FACTS` and return a hash of its values, by the fact's name, or None if another
-    process of this machine reads the fact. Equal hashes need no comparison of the values. ``announce`` is
-    called with each name before the fact is read."""
+    """Read all :data:`FACTS`. Returns a hash of each fact's values, by the fact's name; None in place of the
+    hash if another process of this machine reads the fact. ``announce`` is called with each name before the
+    fact is read."""
+    # Hashes, because most facts are equal: only the values of the others are exchanged (`in_full`).
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)

@@ -30,10 +30,8 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Return one text for each of some well-known plans, which compares it with ``best`` on the same cards.
-
-    A well-known plan that is the best itself is left out.
-    """
+    """Compare ``best`` with some well-known plans on the same cards. Returns a text for each of them, except
+    for ``best`` itself."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):

@@ -147,7 +147,7 @@ class UnresolvedConfig:
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
         """Return the complete configuration, with its parallel plan replaced by ``plan``.
 
-        Options of overlap that do not fit ``plan`` are switched off.
+        Overlap options that do not fit ``plan`` are switched off.
 
         Args:
             micro, batch: micro batch size and global batch size, in sequences.

@@ -444,7 +444,7 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds that a step spends on gradient reductions without computing at the same time."""
+    """Return the seconds per step in which gradients are reduced and nothing is computed."""
     # Only the reduction ``early`` can overlap with the passes.
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:

@@ -366,8 +366,8 @@ class Engine:
             self._saved_step = self.state.step
 
     def _notify(self, hook: str, *args: object) -> None:
-        """Call the method ``hook`` of every callback, even if one raises a UserError. The first such error is
-        raised after all calls or, during :meth:`fit`, on all ranks before the next step or at the end."""
+        """Call the method ``hook`` of every callback, even if one raises a UserError. Then raise the first
+        such error or, during :meth:`fit`, keep it until all ranks can raise it together."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:

@@ -52,6 +52,6 @@ class LogWriter:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the writer's state from a checkpoint, if that has a state for it. Called before
-        :meth:`start` in a resumed run. When the run goes back to a checkpoint after a loss spike, it is
-        called while the writer is open, followed by :meth:`finish` and :meth:`start`."""
+        """Restore the writer's state from a checkpoint that has one. A resumed run calls this before
+        :meth:`start`. A run that goes back to a checkpoint after a loss spike calls it while the writer is
+        open, and then :meth:`finish` and :meth:`start`."""

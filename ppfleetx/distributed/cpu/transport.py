@@ -311,8 +311,8 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the closing message of ``rank``, and return whether it is the first failure that this rank
-        learns of. ``text`` is the error of ``rank``, or ""; ``lost`` is the rank that caused it, or -1."""
+        """Record the closing message of ``rank``: the error that ended it ("" if none), and the rank ``lost``
+        that caused the error (-1 if none). Returns whether this is the first failure recorded here."""
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
                 text = f"it lost the connection to this rank: {text}"
