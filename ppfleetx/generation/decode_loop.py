@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.gumbel_sampling import RandomStream
-from ppfleetx.generation.processors import forbid, force
+from ppfleetx.generation.processors import force
 from ppfleetx.generation.sampling import TokenScore, score_tokens
 from ppfleetx.generation.sampling_params import PLAIN, RowTokens, SamplingParams, chosen, processed
 from ppfleetx.generation.session import DecodingSession
@@ -140,10 +140,9 @@ def process(
     """Apply ``rules`` to the logits, or log-probabilities, ``[b, V]``. ``num_new`` is the number of new
     tokens that each row has so far, and ``limits [b]`` are the maximum numbers of new tokens. ``tokens()``
     returns the token ids of each row, prompt included."""
-    if rules.options.change_logits:
-        logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
-    if rules.end_ids and num_new < rules.min_new_tokens:
-        logits = forbid(logits, paddle.to_tensor(rules.end_ids))
+    early_ends = rules.end_ids if num_new < rules.min_new_tokens else ()
+    if rules.options.change_logits or early_ends:
+        logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()], early_ends)
     if rules.forced_bos_id is not None and num_new == 0:
         logits = force(logits, rules.forced_bos_id, paddle.ones([logits.shape[0]], dtype="bool"))
     if rules.forced_eos_id is not None:

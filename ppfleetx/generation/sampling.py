@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.processors import forbid, largest, log_probabilities
+from ppfleetx.generation.processors import largest, log_probabilities
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, chosen, processed
 from ppfleetx.generation.session import NextTokenModel
 
@@ -47,9 +47,7 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
     tokens = [0] * len(choices)
     for (options, forbidden), rows in groups.items():
         part = logits if len(groups) == 1 else logits.index_select(paddle.to_tensor(rows), axis=0)
-        part = processed(part, options, [choices[row].tokens for row in rows])
-        if forbidden:
-            part = forbid(part, paddle.to_tensor(forbidden))
+        part = processed(part, options, [choices[row].tokens for row in rows], forbidden)
         numbers = [choices[row].exponentials for row in rows]
         new = chosen(part, options, None if options.temperature == 0.0 else np.stack(numbers))
         for row, token in zip(rows, new.numpy().tolist(), strict=True):

@@ -224,21 +224,32 @@ class RowTokens:
         return self.ids[len(self.ids) - self.num_new :]
 
 
-def processed(logits: paddle.Tensor, options: SamplingParams, rows: Sequence[RowTokens]) -> paddle.Tensor:
+def processed(
+    logits: paddle.Tensor,
+    options: SamplingParams,
+    rows: Sequence[RowTokens],
+    forbidden: tuple[int, ...] = (),
+) -> paddle.Tensor:
     """Apply the logit processors that ``options`` ask for to ``logits [b, V]``, in the order of
-    :data:`PROCESSORS`. Beam search passes log-probabilities instead of logits.
+    :data:`PROCESSORS`, then forbid the tokens ``forbidden``, such as end tokens before the minimum length.
+    With structured output, a processor that would leave a row without any token does not apply to that row.
+    Beam search passes log-probabilities instead of logits.
     """
-    for name, processor in PROCESSORS.items():
-        value = getattr(options, name)
-        if value != getattr(PLAIN, name):
-            logits = processor(logits, value, rows)
+    given = {name: getattr(options, name) for name in PROCESSORS}
+    steps = [(PROCESSORS[name], value) for name, value in given.items() if value != getattr(PLAIN, name)]
+    if forbidden:
+        steps.append((_forbid_tokens, forbidden))
+    for processor, value in steps:
+        before, logits = logits, processor(logits, value, rows)
+        if options.structured_outputs is not None and processor is not _follow_grammar:
+            logits = paddle.where(paddle.isfinite(logits).any(-1, keepdim=True), logits, before)
     return logits
 
 
 def _add_bias(logits: paddle.Tensor, bias: tuple[tuple[int, float], ...], _: Any) -> paddle.Tensor:
     added = np.zeros(logits.shape[-1], np.float32)
     for token, amount in bias:
-        added[token] = amount
+        added[token] = np.clip(amount, -1e30, 1e30)  # finite in float32 after temperature, too
     return logits + paddle.to_tensor(added)
 
 
@@ -300,9 +311,10 @@ PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle
     "repetition_penalty": _penalize_repetition,
     "presence_penalty": _penalize_presence,
     "frequency_penalty": _penalize_frequency,
+    "structured_outputs": _follow_grammar,
     "no_repeat_ngram_size": _forbid_ngrams,
     "bad_words": _forbid_words,
     "suppress_tokens": _forbid_tokens,
-    "structured_outputs": _follow_grammar,
 }
-"""The logit processor of each option of :class:`SamplingParams`, in transformers' order."""
+"""The logit processor of each option of :class:`SamplingParams`, in transformers' order. Structured output
+comes before the options that forbid tokens, because these must leave it a token."""

@@ -9,9 +9,11 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.deploy.export_dir import check_generation
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling import score_prompt
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, processed
 
 PROMPTS = ["the cat", "hat the other", "an"]
 GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 24}
@@ -122,6 +124,49 @@ class TestStructuredOutputs:
         for [one] in generator.generate(PROMPTS, cfg):
             assert re.fullmatch(pattern, one.text), one.text
             assert one.finish_reason == "stop"
+
+    @pytest.mark.parametrize(
+        "strategy",
+        [
+            {"decode_strategy": "greedy_search"},
+            {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 0},
+            {"temperature": 1.5, "seed": 3},
+            {"decode_strategy": "beam_search", "num_beams": 3},
+        ],
+        ids=["guessed", "greedy", "sampled", "beams"],
+    )
+    @pytest.mark.parametrize(
+        "ban",
+        [
+            {"min_dec_len": 12},
+            {"bad_words": ("y", "the")},
+            {"suppress_tokens": (*b"yes", 270)},
+            {"no_repeat_ngram_size": 1},
+            {"logit_bias": dict.fromkeys(b"yes", -1e300)},
+        ],
+        ids=lambda ban: next(iter(ban)),
+    )
+    def test_a_form_wins_over_what_forbids_its_last_tokens(
+        self, generator: Generator, ban: dict, strategy: dict
+    ) -> None:
+        form = {"choice": ("yesyes",)}
+        cfg = GenerationConfig(max_dec_len=12, structured_outputs=form, **ban, **strategy)
+        for [one] in generator.generate(PROMPTS, cfg):
+            assert (one.text, one.finish_reason) == ("yesyes", "stop")
+
+    def test_a_ban_holds_in_the_rows_where_the_form_leaves_other_tokens(self, tokenizer) -> None:
+        cfg = GenerationConfig(structured_outputs={"regex": "yes|n[ab]*"}, suppress_tokens=(*b"b",))
+        options = SamplingParams.of(cfg, tokenizer, tokenizer.end_ids)
+        rows = [RowTokens(list(text), len(text)) for text in (b"yes", b"n", b"")]
+        logits = processed(paddle.zeros([3, tokenizer.vocab_size]), options, rows, tokenizer.end_ids)
+        allowed = [set(row.nonzero().flatten().tolist()) for row in paddle.isfinite(logits)]
+        assert allowed == [{*tokenizer.end_ids}, {*b"a"}, {*b"yn"}]
+
+    @pytest.mark.parametrize("key", ["forced_bos_token_id", "forced_eos_token_id"])
+    def test_no_token_is_forced(self, key: str) -> None:
+        with pytest.raises(ConfigError, match="break the form") as error:
+            section_of(GenerationConfig, {"structured_outputs": {"regex": "a"}, key: 65})
+        assert (error.value.key, error.value.value) == (key, 65)
 
     @pytest.mark.parametrize(
         ("keys", "rule"),

@@ -198,6 +198,11 @@ class GenerationConfig(TokenOptions):
                 ("min_dec_len", "max_dec_len"),
                 f"at least {self.min_dec_len} new tokens and at most {self.max_dec_len} cannot both hold",
             )
+        for key in ("forced_bos_token_id", "forced_eos_token_id"):
+            if self.structured_outputs is not None and getattr(self, key) is not None:
+                yield RuleError(
+                    (key, "structured_outputs"), "a forced token can break the form; set one of them to null"
+                )
         if self.prompt == ():
             yield RuleError(("prompt",), "is an empty list; give a prompt, or null for the one built in")
         if self.prompt is not None and self.prompt_file is not None:

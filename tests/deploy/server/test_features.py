@@ -67,6 +67,17 @@ def test_forms_of_an_answer(client: openai.OpenAI) -> None:
 
 
 @needs_llguidance
+@pytest.mark.parametrize("ban", [{"min_tokens": 9}, {"suppress_tokens": [*b"ab"]}, {"bad_words": ["a", "b"]}])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_form_wins_over_bans(server: Server, ban: dict, temperature: int) -> None:
+    form = {"choice": ["ab", "ba"]}
+    body = {"max_tokens": 9, "n": 3, "seed": 2, "temperature": temperature, "structured_outputs": form}
+    for choice in server.complete(**body, **ban).json()["choices"]:
+        assert choice["text"] in form["choice"]
+        assert choice["finish_reason"] == "stop"
+
+
+@needs_llguidance
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
