@@ -179,8 +179,8 @@ def alltoall_rows(
 def start_alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
-    """Start an all-to-all of rows over ``group`` without waiting (the arguments are those of
-    :func:`alltoall_rows`). Returns the tensor that will contain the received rows, and a function that waits
+    """Start an all-to-all of rows over ``group`` without waiting, with the arguments of
+    :func:`alltoall_rows`. Returns the tensor that will contain the received rows, and a function that waits
     for the rows and returns that tensor."""
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)

@@ -74,7 +74,7 @@ class Inbox:
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
         """Take an arriving message of ``length`` bytes. ``read`` is called with the memory into which to read
-        it: that of the operation that already expects the message, or else a buffer."""
+        the message: the memory of the operation that expects it, or a buffer if none expects it yet."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
