@@ -22,9 +22,8 @@ class Explanation:
 
     Attributes:
         sentence: the explanation for the user.
-        missing: the ranks for which others wait. If no rank waits, the ranks without progress or, if every
-            rank makes progress, all ranks that have written a report. Empty if the ranks at fault are not
-            known.
+        missing: the ranks for which others wait; empty if they are not known. If no rank waits, the ranks
+            without progress or, if there are none, all ranks that have written a report.
         silent: the ranks that have written no report.
         goes_on: the ranks that still make progress. If there are any, the job does not hang. Empty if an
             error ended the job.
