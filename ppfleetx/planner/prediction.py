@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def estimated_at_least(self) -> float:
-        """A number of seconds that never exceeds :attr:`estimated_at_most`, and is faster to compute.
+        """A lower bound of :attr:`estimated_at_most` that is faster to compute.
 
         It counts the passes and pipeline messages of a step, but not the work after them.
         """
