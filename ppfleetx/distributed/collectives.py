@@ -18,8 +18,8 @@ Multi-tensor kernels use vector loads without checking the alignment."""
 
 
 def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Return the offset of each tensor in one flat tensor, and the end of the last, in elements. Each tensor
-    begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of elements,
+    """Return, in elements, the offset of each tensor in one flat tensor, and the end of the last tensor. Each
+    tensor begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of elements,
     ``itemsize`` the bytes per element.
 
     >>> aligned_offsets([3, 64, 65, 1], 4)

@@ -335,9 +335,9 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Run all forward and backward passes of a step, without waiting for the device. The loss is divided
-        by ``num_valid`` for the gradients, but not for the step's sums, to which the loss and the metrics are
-        added."""
+        """Run all forward and backward passes of a step, without waiting for the device. Gradients are
+        computed from the loss divided by ``num_valid``. The step's sums get the undivided loss and the
+        metrics."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:

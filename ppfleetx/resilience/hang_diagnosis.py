@@ -1,7 +1,7 @@
 """Find out from the hang reports of all ranks why a job hangs, and name the ranks at fault in one sentence.
 
 A rank *waits* if its main thread is in a collective, a send or a receive. A rank is at fault if others wait
-for it, but it does not wait itself or has written no report.
+for it, but it does not wait itself. A rank without a report counts as not waiting.
 """
 
 from __future__ import annotations

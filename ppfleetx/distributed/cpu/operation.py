@@ -153,8 +153,8 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return whether a thread may continue this operation now: no other thread does, it is not done, and
-        the messages that it waits for have arrived."""
+        """Return whether a thread may continue this operation now: no other thread continues it, it is not
+        done, and the messages that it waits for have arrived."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:
