@@ -57,8 +57,8 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     - the file ``latest`` or ``best`` of an output directory,
     - a checkpoint of PaddleFleetX, or an output directory of PaddleFleetX, which stands for its last step.
 
-    Tensor data is checked only with ``verify``, and not for PaddleFleetX. Raises CheckpointError if this
-    checkpoint is missing or damaged, even if there are other, undamaged checkpoints.
+    Tensor data is checked only with ``verify``, and never in checkpoints of PaddleFleetX. Raises
+    CheckpointError if this checkpoint is missing or damaged, even if there are other, undamaged checkpoints.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():

@@ -56,7 +56,7 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make the file ``latest`` name ``checkpoint``, the newest undamaged one, when a run resumes.
+    """When a run resumes, make the file ``latest`` name the newest undamaged checkpoint, ``checkpoint``.
 
     A killed save or a damaged checkpoint can leave another name there.
     """
@@ -107,8 +107,8 @@ def ensure_replaceable(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of ppfleetx whose completeness marker or manifest is damaged,
-    or that lacks one of them. False for a symbolic link."""
+    """Return whether ``path`` is a checkpoint of ppfleetx with a damaged or missing completeness marker or
+    manifest. False for a symbolic link."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:
@@ -143,7 +143,8 @@ def delete_checkpoint(path: Path) -> None:
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
     """Delete a run's old checkpoints in ``output_dir``. The run keeps its newest ``ownership.keep_max``, the
-    best one, and those that it was started from. A checkpoint that cannot be deleted causes a warning."""
+    best one, and the checkpoints that it was started from. A checkpoint that cannot be deleted causes a
+    warning."""
     if ownership.keep_max is None:
         return
     best = output_dir / BEST_FILE

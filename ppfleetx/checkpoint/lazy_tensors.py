@@ -66,7 +66,7 @@ def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
     """Return a lazy tensor whose array is the result of ``make``, called with the arrays of ``parts``. Raises
-    CheckpointError, naming the tensor ``name``, if their element types differ."""
+    CheckpointError if their element types differ. ``name`` is the tensor's name for this message."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")

@@ -54,7 +54,8 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Load weights from a checkpoint into the parameters of this rank. Returns the names of those loaded.
+    """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
+    parameters.
 
     Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights, float32
     parameters get the master weights. If only the size of the vocabulary padding differs, the padding keeps
@@ -104,7 +105,8 @@ def load_optimizer(
     model_names: Collection[str] = (),
 ) -> None:
     """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`). Master
-    weights that the checkpoint lacks are loaded from its weights, and those that ``state`` lacks are ignored.
+    weights that the checkpoint lacks are loaded from its weights. Master weights that ``state`` lacks are
+    ignored.
 
     Args:
         state: this rank's state, by (parameter name, state name).

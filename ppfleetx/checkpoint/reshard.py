@@ -32,7 +32,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """Copy a checkpoint so that all its tensors are whole, with one file of weights and one of optimizer
+    """Copy a checkpoint so that all its tensors are whole, with one file of weights and one file of optimizer
     state. Returns the step directory of the copy. Training can continue from it."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest

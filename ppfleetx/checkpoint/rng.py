@@ -42,7 +42,7 @@ def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
     """Restore this rank's generators from ``state``, the state of a checkpoint, which contains the result of
     `gather_rng_state`.
 
-    Returns True if the parallel degrees are the checkpoint's, so that each rank gets its own states.
+    Returns True if the checkpoint has the same parallel degrees, so that each rank gets its own states.
     Otherwise returns False, and all ranks get rank 0's states without the named streams of Paddle's RNG
     tracker. If the kind or number of devices has changed, Paddle's generators are left unchanged, with a
     warning. Raises CheckpointError if a state is missing or invalid.

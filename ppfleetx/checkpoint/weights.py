@@ -60,7 +60,8 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors except those in ``keep`` to one element type, lazily; None converts nothing."""
+        """Convert all tensors lazily to the element type ``dtype``, except those named in ``keep``. If
+        ``dtype`` is None, convert nothing."""
         if dtype is None:
             return self
         return self.with_tensors(

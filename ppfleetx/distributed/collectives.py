@@ -18,8 +18,8 @@ Multi-tensor kernels use vector loads without checking the alignment."""
 
 
 def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Return the offset of each tensor in one flat tensor, and the end of the last, in elements. Each tensor
-    begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of elements,
+    """Return, in elements, the offset of each tensor in one flat tensor, and the end of the last tensor. Each
+    tensor begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of elements,
     ``itemsize`` the bytes per element.
 
     >>> aligned_offsets([3, 64, 65, 1], 4)
@@ -179,8 +179,8 @@ def alltoall_rows(
 def start_alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
-    """Start an all-to-all of rows over ``group`` without waiting (the arguments are those of
-    :func:`alltoall_rows`). Returns the tensor that will contain the received rows, and a function that waits
+    """Start an all-to-all of rows over ``group`` without waiting, with the arguments of
+    :func:`alltoall_rows`. Returns the tensor that will contain the received rows, and a function that waits
     for the rows and returns that tensor."""
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)

@@ -65,7 +65,7 @@ class ParallelContext:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank reports the loss: it is the first of the ranks that compute it."""
+        """Whether this rank reports the loss, as the first of the ranks that compute it."""
         return self.plan.reports_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:

@@ -25,9 +25,9 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """Raised on the ranks of a job because at least one rank raised a :class:`UserError`. The message is that
-    of the first such rank; :func:`joint_message` may put the numbers of the ranks before it. A rank whose own
-    error has exactly this message raises its own error instead."""
+    """Raised on the ranks of a job because at least one rank raised a :class:`UserError`. It has the message
+    of the first such rank, possibly after the numbers of the ranks that raised it (:func:`joint_message`). A
+    rank that raised an error with exactly this message raises that error again instead."""
 
 
 def beat_seconds() -> float:
@@ -61,9 +61,9 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: a UserError that one rank raises inside is raised on all ranks. Its message begins
-    with the numbers of the ranks that failed with it, unless all ranks did or ``name_ranks`` is False. The
-    code inside must not communicate."""
+    """Context manager: a UserError that one rank raises inside is raised on all ranks. With ``name_ranks``,
+    the message begins with the numbers of the ranks that raised it, unless all ranks did. The code inside
+    must not communicate."""
     error: UserError | None = None
     try:
         yield
@@ -87,7 +87,7 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
     """Return the first error message in ``texts``, which has an entry for each rank (None: no error). With
-    ``name_ranks``, the ranks that have this message are named before it, unless all ranks have it."""
+    ``name_ranks``, the numbers of the ranks with this message are put before it, unless all ranks have it."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):

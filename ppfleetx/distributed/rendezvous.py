@@ -309,8 +309,8 @@ class _Reception:
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the connecting side of the rendezvous: connect to the first process at the address ``point``, and
-    wait for the others: about ``seconds``, and up to :data:`MARGIN_SECONDS` more for the report of the first
-    process. ``size`` is the number of all processes, and ``own`` describes this one.
+    wait until it reports that all have connected, for about ``seconds`` plus :data:`MARGIN_SECONDS`. ``size``
+    is the number of all processes, and ``own`` describes this one.
 
     Raises:
         RendezvousError: no valid answer comes, or the first process reports an error.

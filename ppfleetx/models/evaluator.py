@@ -45,7 +45,7 @@ class Measured:
             examples without labels.
         count: number of these tokens or examples.
         ppl: perplexity of a language model; None for a classifier.
-        metrics: mean of each of the task's metrics, by name.
+        metrics: means of the task's metrics, by name.
         outputs: outputs of a classifier, ``[examples, outputs]``, in the order of the data file.
     """
 

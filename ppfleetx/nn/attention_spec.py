@@ -78,12 +78,12 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Total width of all key heads, which is also that of all value heads."""
+        """Total width of all key heads, and also of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of query and key position, over all query heads, for scores and context."""
+        """Multiply-adds for scores and context per pair of query and key positions, over all heads."""
         return 2 * self.q_width
 
     @property
@@ -113,8 +113,8 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return two numbers: the bytes that a context-parallel rank exchanges before attention, and those
-        that it exchanges after attention."""
+        """Return the bytes that a context-parallel rank exchanges before attention, and the bytes that it
+        exchanges after attention."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -188,7 +188,8 @@ def _pairs(work: Work, num_heads: int) -> float:
 def core_operations(
     work: Work, num_heads: int, key_dim: int, value_dim: int, dropout: float
 ) -> Iterator[Operation]:
-    """Yield the operations of scores, softmax and context, for the key and value widths of a head."""
+    """Yield the operations that compute scores, softmax and context. ``key_dim`` and ``value_dim`` are the
+    widths of a head's keys and values."""
     pairs, e = _pairs(work, num_heads), work.activation_bytes
     if work.flash:
         half = pairs * (key_dim + value_dim)  # flops of two products, causal half
@@ -310,7 +311,7 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds per pair of query and key position: total width of queries plus that of values."""
+        """Multiply-adds for scores and context per pair of query and key positions, over all heads."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -362,8 +363,8 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return two numbers: the bytes that a context-parallel rank exchanges before attention, and those
-        that it exchanges after attention."""
+        """Return the bytes that a context-parallel rank exchanges before attention, and the bytes that it
+        exchanges after attention."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 

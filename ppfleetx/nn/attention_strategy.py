@@ -27,8 +27,9 @@ class AttentionStrategy:
     parallelism.
 
     Attributes:
-        group: process group of the ranks that divide the positions of a sequence; None: no ranks do.
-        has_own_core: whether the class overrides :meth:`core`; a subclass that does must set it.
+        group: process group of the ranks that divide the positions of a sequence; None: sequences are not
+            divided.
+        has_own_core: whether the class overrides :meth:`core`. A subclass that does so must set this to True.
     """
 
     group: Any = None

@@ -2,8 +2,9 @@
 
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
-returns ``hidden`` unchanged; its backward pass starts the gradient of the auxiliary loss. A layer of any
-pipeline stage may call it. All losses with the same name add this term to the loss of a step:
+returns ``hidden`` with unchanged values. The backward pass through the result also backpropagates the
+auxiliary loss. A layer of any pipeline stage may call the function. All losses with the same name add this
+term to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
@@ -200,7 +201,8 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
 
 
 class _Attached(PyLayer):
-    """Autograd function that returns the first tensor; the second, a loss, gets a constant gradient."""
+    """Autograd function that returns its first argument, the hidden states. Its backward pass gives the
+    second argument, a loss, a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:

@@ -219,8 +219,7 @@ def _gradients(
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
     """Return the loss of a chunk, and its gradients with respect to ``leaves``: the chunk of hidden states,
-    the weight and, if the head has one, the bias. The gradient is None for a leaf that does not require one.
-    """
+    the weight and, if the head has one, the bias. A leaf that does not require a gradient gets None."""
     with paddle.enable_grad():
         part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which keeps tensors saved by PyLayers until garbage collection

@@ -43,8 +43,8 @@ class ExpertExchange:
         self.adds_output_bias = emp is None or emp.rank == 0
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return this rank's share of ``rows``, so that rows that several ranks hold are dispatched once. The
-        backward pass gathers the gradient of all rows."""
+        """Return this rank's share of ``rows``. If several ranks hold the same rows, each dispatches only its
+        share. The backward pass gathers the gradient of all rows."""
         if self._alike is None:
             return rows
         if rows.stop_gradient:
@@ -204,8 +204,8 @@ class Route:
 
     @cached_property
     def _as_gathered(self) -> paddle.Tensor:
-        """Indices that restore the order before the sort by expert (:attr:`_order`), with padding at the end
-        of each rank's rows. Rows of padding are not used, and get an arbitrary index."""
+        """Indices that undo the sort by expert (:attr:`_order`). In the result, padding follows each rank's
+        rows. Rows of padding are not used, and get an arbitrary index."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))

@@ -121,8 +121,8 @@ class FakeQuantizer(nn.Layer):
 
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: takes the maximum over the ranks whose slices of the weight share a scale.
-        over_input: takes the maximum over the ranks that slice the input features.
+        over_weight: function that takes the maximum over the ranks whose slices of the weight share a scale.
+        over_input: function that takes the maximum over the ranks that slice the input features.
         follows: whether training updates ``input_scale``.
         keeps: whether weights do not change after their first use.
 

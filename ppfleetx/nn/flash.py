@@ -120,7 +120,8 @@ def flash_attention(
     result then has the head size of the values.
 
     Args:
-        query: ``[b, key/value heads, query heads per key/value head, s, head size]``, as is the result.
+        query: ``[b, key/value heads, query heads per key/value head, s, head size]``. The result has the same
+            layout.
         key, value: ``[b, key/value heads, s, head size]``.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """

@@ -1,4 +1,4 @@
-"""The table of fused operators (one kernel in place of several), and the choice of those to use.
+"""The table of fused operators (one kernel in place of several), and the choice of which to use.
 
 A fused operator is used only if it exists for the device and element type, and if its results in a small
 trial match its composite: the plain operators that it replaces. Exported programs contain only composites.
@@ -155,7 +155,8 @@ def choose(
     ctx: ParallelContext,
     unused: Mapping[FusedName, str] | None = None,
 ) -> FusedOps:
-    """Resolve ``setting``, the value of ``Model.fused_ops``, for this device, identically on all ranks.
+    """Choose the fused operators to use on this device. All ranks choose the same. ``setting`` is the value
+    of ``Model.fused_ops``.
 
     Args:
         types: element types that the run computes in.
@@ -217,8 +218,7 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used with this type on this device; None if its trial must decide
-    this."""
+    """Return why an operator cannot be used with this type on this device; None if only a trial can tell."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"

@@ -75,8 +75,8 @@ def _end_of(code: int, errors: bytes) -> str:
 
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
-    """Run a trial. Return as text how the fused results differ from the plain ones, or the error of the
-    trial; None if the results agree within tolerance."""
+    """Run a trial. Return None if the fused and the plain results agree within tolerance, else a text: how
+    they differ, or the error of the trial."""
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:

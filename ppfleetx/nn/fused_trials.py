@@ -103,7 +103,8 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Compare two products that share one 16-bit copy of a weight with two that each cast it."""
+    """Compare two products that share one 16-bit copy of a weight with two products that each cast the
+    weight."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]

@@ -162,8 +162,8 @@ class LatentAttention(HeadAttention):
 
     @paddle.no_grad()
     def keep_projections(self) -> None:
-        """Compute the matrices that project the latent to keys and to values once, and keep them. This is for
-        a model whose weights no longer change."""
+        """Compute and keep the matrices that project compressed vectors to keys and to values. Call this only
+        if the weights no longer change."""
         self.to_keys, self.to_values = self._cut_projections()
         self._kept_with = tuple(self.kv_up._forward_post_hooks)
 

@@ -126,8 +126,8 @@ class NormSpec:
         gain: initial value of the gain.
         inside_heads: whether each head is normalized separately, with one gain shared by all heads.
         over_heads: whether the gain covers all heads together, so that tensor parallelism slices it.
-        head_size: with ``over_heads``, the size of a head if each head is normalized separately; None: all
-            heads are normalized as one vector.
+        head_size: only with ``over_heads``: size of a head, if each head is normalized separately with its
+            part of the gain; None: all heads are normalized as one vector.
         before_split: whether the input has all positions despite sequence parallelism.
     """
 

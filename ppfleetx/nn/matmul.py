@@ -151,9 +151,8 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor by which to multiply in place of ``parameter`` in :meth:`apart`: its detached
-        16-bit copy if copies are kept, else the detached parameter. In bfloat16 on a CPU, it is always the
-        detached parameter."""
+        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`: the 16-bit copy of ``parameter``
+        if copies are kept, else ``parameter`` itself. In bfloat16 on a CPU, it is always ``parameter``."""
         return parameter.detach() if bfloat16.are_active() else self.value(parameter)
 
     def apart(

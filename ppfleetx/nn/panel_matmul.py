@@ -64,8 +64,8 @@ def use_huge_pages(tensor: paddle.Tensor) -> None:
 
 
 class PanelMatrix:
-    """A constant matrix ``[in, out]`` on a CPU. At the first product for which this is faster, it is copied
-    into panels, which are contiguous blocks of columns."""
+    """A constant matrix ``[in, out]`` on a CPU. It is copied into panels (contiguous blocks of columns) at
+    the first product that panels make faster."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight

@@ -88,7 +88,8 @@ class ParamSpec:
 
     @property
     def view(self) -> View:
-        """The grid of ranks on which the parameter is placed: that of dense parameters or that of experts."""
+        """The grid of ranks on which the parameter is placed. Dense parameters and parameters of experts have
+        different grids."""
         return view_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:

@@ -24,7 +24,7 @@ class RotaryEmbedding:
         max_positions: number of positions in the tables.
         base: base of the frequencies, 10000 in the paper.
         scaling: how frequencies are scaled; None: they are not scaled.
-        interleaved: whether neighboring features are paired, instead of one feature of each half.
+        interleaved: whether neighboring features form a pair; otherwise, a pair has one feature of each half.
 
     Attributes:
         switch_length: the longest sequence that uses the first of two sets of angles (LongRoPE); None: there
@@ -103,8 +103,8 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``rows``, in which positions come before heads, to the dtype and the layout of ``x``, in
-        which heads come before positions."""
+        """Convert ``rows`` to the dtype and layout of ``x``: heads before positions, instead of positions
+        before heads."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 

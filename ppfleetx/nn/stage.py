@@ -76,7 +76,7 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the stage. When a layer is built, the copy calls ``extend`` with it, and then
+        """Return a copy of the stage that also calls ``extend`` with each layer that it builds, before
         ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 

@@ -22,8 +22,8 @@ class Step:
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
         no_values: whether the operation uses no parameters.
-        inner: the steps that the backward pass recomputes, for which ``reads`` are kept instead of ``keeps``;
-            None: it recomputes nothing.
+        inner: the steps that the backward pass recomputes; None: it recomputes nothing. With ``inner``, the
+            tensors in ``reads`` are kept instead of the tensors in ``keeps``.
     """
 
     writes: str
@@ -58,7 +58,8 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """For each tensor, the name of the tensor whose memory it uses: itself, or the one it views."""
+        """For each tensor, the name of the tensor whose memory it uses: itself, or the tensor of which it is
+        a view."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -104,8 +105,8 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """Return two peaks of memory in the forward pass: that of the operations that use parameters, and
-        that of the other operations."""
+        """Return two peaks of memory in the forward pass: while operations that use parameters run, and while
+        other operations run."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):

@@ -55,8 +55,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """Return the parameter groups that section ``Optimizer`` defines: first those of the key ``groups``, then
-    those of the registered optimizer, for all other parameters."""
+    """Return the parameter groups that section ``Optimizer`` defines: first the groups of its key ``groups``,
+    then the groups of the registered optimizer, which take all other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
@@ -73,8 +73,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the registered optimizer: one group for a registered rule, or those that
-    a registered function returns."""
+    """Return the parameter groups of the registered optimizer: one group for a registered rule, or the groups
+    that a registered function returns."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

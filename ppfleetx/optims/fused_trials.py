@@ -17,8 +17,8 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Do the same AdamW steps by the fused multi-tensor kernel and by the single-tensor kernel. Yields pairs
-    (fused result, unfused result) to compare."""
+    """Run the same AdamW steps with the fused multi-tensor kernel and with the single-tensor kernel. Yields
+    pairs (fused result, unfused result) to compare."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]

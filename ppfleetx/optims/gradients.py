@@ -112,8 +112,8 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return tensors of shape [] whose sum is the squared norm of all ``gradients``: one for each gradient,
-    except that a fused operator may compute one for all small gradients together."""
+    """Return tensors of shape [] whose sum is the squared norm of all ``gradients``. Each gradient has its
+    own tensor, but a fused operator computes one tensor for all small gradients."""
     small = [grad for grad in gradients if grad.size < _SMALL]
     if len(small) > 1 and ops.takes("grad_norm", *small):
         joined = paddle.concat([grad.reshape([-1]) for grad in small])

@@ -91,8 +91,8 @@ class Optimizer:
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use float32 tensors, by canonical name, as master weights of 16-bit parameters. Missing ones are
-        copied from the parameters."""
+        """Use float32 tensors, by canonical name, as master weights of 16-bit parameters. Missing master
+        weights are copied from the parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
@@ -114,7 +114,7 @@ class Optimizer:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """Return the optimizer's state tensors by (canonical parameter name, state name). Missing ones are
+        """Return the optimizer's state tensors by (canonical parameter name, state name). Missing states are
         created. Master weights are included."""
         for group in self._groups:
             group.rule.forget()

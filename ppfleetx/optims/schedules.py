@@ -49,8 +49,8 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if it would not be a valid
-        one."""
+        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if it is negative or not
+        finite."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:

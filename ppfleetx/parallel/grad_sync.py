@@ -87,8 +87,8 @@ class GradientSync:
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
         """Group this rank's parameters by process group. Returns (process group, parameters) pairs in the
-        order in which the collectives run. ``axes_of`` returns the process groups of a parameter, several or
-        none, each as a tuple of axes."""
+        order in which the collectives run. ``axes_of`` returns the process groups of a parameter as tuples of
+        axes; there may be several or none."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -119,8 +119,8 @@ class GradientSync:
                 sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
-        """Finish the gradient reduction after the backward passes. Afterwards, the gradient of each parameter
-        is that of the whole job; with sharding, only on the parameter's owner."""
+        """Finish the gradient reduction after the backward passes. Afterwards, each parameter has the
+        gradient of the whole job; with sharding, only on the rank that owns the parameter."""
         if self._sums is not None:
             self._sums.finish()
         if self._sharding is not None:
@@ -153,8 +153,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return the result of ``chosen``, which is :func:`counts` or :func:`writes` of
-        :mod:`ppfleetx.nn.param_spec`, for ``parameter`` on this rank."""
+        """Call ``chosen``, which is :func:`counts` or :func:`writes` of :mod:`ppfleetx.nn.param_spec`, for
+        ``parameter`` on this rank, and return the result."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -162,8 +162,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of those of the ``parameters`` that training steps use at present. If no backward
-    pass has produced a gradient, it is zero."""
+    """Return the gradients of the ``parameters`` that training steps use at present. A gradient is zero if no
+    backward pass has produced it."""
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 

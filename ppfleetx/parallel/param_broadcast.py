@@ -1,5 +1,5 @@
 """Parameter broadcast of sharding stages 1 and 2: the owner of a parameter sends its new values after an
-update. Other code than forward passes must call :meth:`NewValues.finish` before it reads parameters."""
+update. Code other than forward passes must call :meth:`NewValues.finish` before it reads parameters."""
 
 from __future__ import annotations
 

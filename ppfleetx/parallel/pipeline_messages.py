@@ -87,8 +87,8 @@ class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
 
 
 class _KindByKind(p2p_communication.P2pHelper):
-    """Paddle's helper for pipeline messages, with one change: an exchange of four messages is split into one
-    of gradients and one of activations."""
+    """Paddle's helper for pipeline messages, with one change: an exchange of four messages is split into an
+    exchange of gradients and an exchange of activations."""
 
     def send_forward_backward_recv_forward_backward(
         self,

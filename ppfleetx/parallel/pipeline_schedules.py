@@ -1,8 +1,8 @@
 """ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes (:func:`order_of`).
 
 In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), a backward pass has two parts. B computes the
-gradients of inputs, which the previous stage waits for. W computes those of weights, and fills the idle time
-of 1F1B.
+gradients of inputs, which the previous stage waits for. W computes the gradients of weights, and fills the
+idle time of 1F1B.
 """
 
 from __future__ import annotations

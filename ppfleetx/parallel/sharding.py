@@ -1,8 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Each parameter as a whole has one owner, a rank. From stage 1 on, only the owner keeps its optimizer states
-and updates it. From stage 2 on, most gradients are kept only by the owner between backward passes. In stage
-3, only the owner keeps its values between uses (``zero3.py``).
+One rank owns each parameter as a whole. From stage 1 on, only this owner keeps the parameter's optimizer
+states and updates it. From stage 2 on, most gradients are kept only by the owner between backward passes. In
+stage 3, only the owner keeps the parameter's values between uses (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -157,12 +157,17 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that report when the gradients of a layer are complete, and send the buckets that
-        are complete then. In stage 3, a hook acts when the backward pass has passed its layer; in stage 2,
-        and for a layer whose input is a leaf, at the end of the whole backward pass. A layer whose input
-        has no gradient is not reported; :meth:`finish_gradients` sends what is left. Does nothing in stage
-        1. ``when_complete`` takes a function, and must call it when all weights that the backward pass has
-        reached have their gradients."""
+        """Register hooks that report when the gradients of a layer are complete, and then send the complete
+        buckets. Does nothing in stage 1.
+
+        In stage 3, a layer is reported as soon as the backward pass has passed it. In stage 2, or if its
+        input is a leaf, it is reported at the end of the backward pass. A layer whose input has no gradient
+        is not reported; :meth:`finish_gradients` sends what is left.
+
+        Args:
+            when_complete: calls its argument when all weights that the backward pass has reached have their
+                gradients.
+        """
         if self._order is None:
             return
         followed: set[int] = set()

@@ -146,9 +146,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return this rank's numbers of tokens, examples or sequences. Their sums over the job are the
-        divisors of the step's loss and metrics. The first is the number of tokens or examples in the loss. If
-        metrics are declared, the numbers of tokens and of sequences follow."""
+        """Return this rank's number of tokens or examples in the loss and, if metrics are declared, its
+        numbers of tokens and of sequences. The sums over the job are the divisors of the step's loss and
+        metrics."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -170,8 +170,8 @@ class StepRunner(ABC):
 
         Raises:
             NonFiniteError: on every rank, before the update, if the loss or the gradient norm is not finite.
-                With loss scaling, only if the loss scale cannot shrink. Without it, not if ``checks`` are off
-                or ``judge`` is set.
+                With loss scaling, this is an error only if the loss scale cannot shrink; without it, only if
+                ``checks`` are on and ``judge`` is not set.
         """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
@@ -319,9 +319,8 @@ class StepRunner(ABC):
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Return whether to apply the update; False if float16 gradients overflowed. Raises NonFiniteError if
-        they overflowed and the loss scale cannot shrink. Without loss scaling, raises it if the loss or the
-        gradient norm is not finite, unless ``checks`` are off or ``judge`` is set."""
+        """Return whether to apply the update: False if float16 gradients overflowed. Raises NonFiniteError in
+        the cases that :meth:`train_step` describes."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -336,9 +335,9 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Run all forward and backward passes of a step, without waiting for the device. The gradients are
-        those of the loss divided by ``num_valid``. The undivided loss and the metrics are added to the step's
-        sums."""
+        """Run all forward and backward passes of a step, without waiting for the device. Gradients are
+        computed from the loss divided by ``num_valid``. The step's sums get the undivided loss and the
+        metrics."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -94,7 +94,7 @@ class ParameterSharding:
 @dataclass
 class _Message:
     """An unfinished broadcast of the values of ``parameters``. ``flat`` holds all values, and ``offsets``
-    says where those of each parameter begin."""
+    says where the values of each parameter begin."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]

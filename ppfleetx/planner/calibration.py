@@ -134,7 +134,8 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
     """Return ``card`` with the constants ``names`` scaled by a common factor that fits ``runs`` well.
 
-    It is the best of the factors tried. Some constants should also stay near their stated values.
+    It is the best of the factors tried. A factor is worse if it moves certain constants away from their
+    stated values.
     """
     best, least = card, _distance(card, cluster, runs)
     for steps in (

@@ -142,12 +142,12 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """Return the name of a device's card in ``cards.yaml``, e.g. for ``NVIDIA A100-SXM4-80GB``; None if
+    """Return the name of the card in ``cards.yaml`` for a device such as ``NVIDIA A100-SXM4-80GB``; None if
     unknown.
 
-    The model of the card and the GB in its name count, not its form factor: an A100 without a size that
-    ``cards.yaml`` has gets the constants of the SXM card with 80 GB. Users can set `Global.card`, or correct
-    the peak by `Global.peak_tflops`.
+    The model must match. Among cards of this model, one with the same memory size is preferred, else the
+    first one is taken. The form factor is ignored. Users can set `Global.card`, or correct the peak by
+    `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     of_model = [name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU]

@@ -25,7 +25,7 @@ class Cluster:
     Attributes:
         per_node: the number of cards in a node.
         network: bytes/s that a node sends over all its network interfaces; 0: as in the card's description.
-        axes: the parallel axes, from the slowest to the fastest changing one in the global rank.
+        axes: the parallel axes. The coordinate along the first changes slowest with the global rank.
     """
 
     card: Card

@@ -134,7 +134,7 @@ class Job:
     @property
     def hidden_bytes(self) -> float:
         """The bytes of a micro batch's hidden states on a rank. The sequence is split over context-parallel
-        ranks (``sep``), but not over tensor-parallel ones."""
+        ranks (``sep``), but not over tensor-parallel ranks."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 

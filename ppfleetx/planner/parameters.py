@@ -30,8 +30,8 @@ class Held:
         stored: bytes of quantized weights held between steps.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: for computing the peak memory while parameters are initialized in model order. It has a pair
-            (n, size) for each size of a parameter: n elements exist after the last parameter of this size.
+        fills: pairs (n, size), one for each size of a parameter: n elements exist when the last parameter of
+            this size has been initialized, in model order.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.

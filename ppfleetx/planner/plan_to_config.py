@@ -1,4 +1,5 @@
-"""Parse a parallel plan (``--plan dp=4,mp=8,...``), apply it to a configuration, and write that to a file."""
+"""Parse a parallel plan (``--plan dp=4,mp=8,...``), apply it to a configuration, and write the result to a
+file."""
 
 from __future__ import annotations
 

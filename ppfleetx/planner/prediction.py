@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def estimated_at_least(self) -> float:
-        """A number of seconds that never exceeds :attr:`estimated_at_most`, and is faster to compute.
+        """A lower bound of :attr:`estimated_at_most` that is faster to compute.
 
         It counts the passes and pipeline messages of a step, but not the work after them.
         """
@@ -155,7 +155,8 @@ def run_prediction(
 
     Args:
         device: the kind of device, such as ``gpu``.
-        card: the card to predict for; None: the one in ``Global.card``, or else the one that fits the device.
+        card: the card to predict for; None: the card in ``Global.card`` or, if unset, the card that fits the
+            device.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Raises:
@@ -177,7 +178,8 @@ def prediction_of_memory(
 
     Args:
         device: the kind of device, such as ``gpu``.
-        card: the card to predict for; None: the one in ``Global.card``, or else the one that fits the device.
+        card: the card to predict for; None: the card in ``Global.card`` or, if unset, the card that fits the
+            device.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Raises:

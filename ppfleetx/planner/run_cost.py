@@ -69,7 +69,8 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return the seconds that a batch-size ramp takes, and those for the same sequences in full batches.
+    """Return the seconds that a batch-size ramp takes, and the seconds for the same sequences in full
+    batches.
 
     Raises:
         ValueError: a batch of the ramp does not divide into the micro batches of all data-parallel ranks, or

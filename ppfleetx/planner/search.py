@@ -1,4 +1,4 @@
-"""Search the legal parallel plans for a number of cards, and rank those that fit into memory."""
+"""Search the legal parallel plans for a number of cards, and rank the plans that fit into memory."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _plans(job: Job, work: Workload, devices: int, per_node: int) -> Iterator[Pa
     """Yield legal parallel plans that divide the global batch evenly.
 
     Plans with unequal pipeline stages are left out. So are plans whose tensor-parallel groups span more than
-    two nodes, as too slow.
+    two nodes, because they are too slow.
     """
     for mp, pp, sep in product(divisors(devices), repeat=3):
         cut = mp * pp * sep

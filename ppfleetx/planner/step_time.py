@@ -74,7 +74,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
     """Return how many seconds a layer waits for its parameters under sharding stage 3.
 
-    ``fetching`` is the time to fetch them, and ``computing`` that of one layer's computation.
+    ``fetching`` is the time to fetch the parameters, and ``computing`` the time of one layer's computation.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -129,8 +129,9 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds by kind of work. Passes are those of the busiest pipeline stage. The parts add up to
-            ``seconds`` without ``recompute``, whose time is included in other kinds, such as ``matmul``.
+        parts: seconds by kind of work. For passes, the time on the busiest pipeline stage counts. The parts
+            add up to ``seconds`` without ``recompute``, whose time is included in other kinds, such as
+            ``matmul``.
         timeline: the simulated passes of the pipeline.
         bubble: the share of the passes' time in which a stage is idle on average.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
@@ -249,11 +250,8 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return four times in seconds, for the work after the passes of a step.
-
-    They are the times of the gradient reduction, of the optimizer update and of sending the updated
-    parameters, and their total.
-    """
+    """Return the seconds of the work after the passes of a step: the gradient reduction, the optimizer
+    update, the sending of the updated parameters, and the total."""
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())

@@ -39,7 +39,7 @@ class Messages(NamedTuple):
     Attributes:
         seconds: the time of one message.
         output_waits: whether a stage waits until the activation that it sends has been received.
-        gradient_waits: whether it waits until the gradient that it sends has been received.
+        gradient_waits: whether a stage waits until the gradient that it sends has been received.
     """
 
     seconds: float
@@ -52,7 +52,7 @@ class Timeline:
     """The result of simulating a step.
 
     Attributes:
-        spans: the simulated passes; for a long step, those of a step with fewer micro batches.
+        spans: the simulated passes. For a long step, a step with fewer micro batches is simulated.
         seconds: the time from the start of the first pass to the end of the last one.
     """
 
@@ -119,7 +119,7 @@ class _Stages:
         self._spans: list[Span] = []
 
     def simulate(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
-        """Simulate the passes of a step, where ``orders[s]`` lists those of pipeline stage s in order.
+        """Simulate the passes of a step. ``orders[s]`` lists the passes of pipeline stage s in order.
 
         Each pass starts when its stage is free and its input has arrived.
         """

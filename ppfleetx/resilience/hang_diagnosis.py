@@ -1,7 +1,7 @@
 """Find out from the hang reports of all ranks why a job hangs, and name the ranks at fault in one sentence.
 
 A rank *waits* if its main thread is in a collective, a send or a receive. A rank is at fault if others wait
-for it, but it does not wait itself or has written no report.
+for it, but it does not wait itself. A rank without a report counts as not waiting.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ class Explanation:
 
     Attributes:
         sentence: the explanation for the user.
-        missing: the ranks for which others wait. If no rank waits, the ranks without progress or, if every
-            rank makes progress, all ranks that have written a report. Empty if the ranks at fault are not
-            known.
+        missing: the ranks for which others wait; empty if they are not known. If no rank waits, the ranks
+            without progress or, if there are none, all ranks that have written a report.
         silent: the ranks that have written no report.
         goes_on: the ranks that still make progress. If there are any, the job does not hang. Empty if an
             error ended the job.

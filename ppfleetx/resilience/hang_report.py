@@ -63,9 +63,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key of this call in :attr:`Report.counts` of the other ranks, such as ``5`` for a collective of
-        process group 5. For a message, the key begins as ``5<`` or ``5>``, and the caller must append this
-        rank's number in the job."""
+        """The key under which :attr:`Report.counts` of other ranks counts this call, such as ``5`` for a
+        collective of process group 5. For a message, this is only the beginning of the key, ``5<`` or ``5>``;
+        the caller must append this rank's number in the job."""
         if self.peer < 0:
             return str(self.group_id)
         # The other rank counts a send of this rank as a receive, and the reverse.
@@ -96,10 +96,10 @@ class Report:
         failure: the error that ended this rank, or "".
         lost: whether ``failure`` only says that another rank has ended.
         counts: how many calls this rank has begun. The key ``5`` counts the collectives of process group 5,
-            ``5>2`` the messages to rank 2 in this group, and ``5<2`` those from rank 2.
+            ``5>2`` the messages to rank 2 in this group, and ``5<2`` the messages from rank 2.
         calls: the last recorded calls, oldest first.
-        peers: by rank, why other processes of the job on this machine do not respond; "" for those that run
-            normally.
+        peers: by rank, why other processes of the job on this machine do not respond; "" for processes that
+            run normally.
         killed_for_memory: how many processes the kernel has killed for lack of memory since the run began.
         memory: memory of this process and of the machine in bytes, by name.
         stacks: the Python stack of each thread, by the thread's name and number.

@@ -106,8 +106,8 @@ class Spike:
 
 
 class SpikeGuard:
-    """Compares the loss and gradient norm of each step with those of the last steps, and decides whether the
-    weights may be updated."""
+    """Compares the loss and gradient norm of each step with the values of the last steps, and decides whether
+    the weights may be updated."""
 
     def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
         self._options, self._any_rank = options, any_rank

@@ -22,11 +22,11 @@ class SlowRank:
     not wait for other ranks.
 
     Attributes:
-        data: the part of its own time in which the rank waited for training data.
-        compute: the rest of its own time.
-        usual: median own time of the ranks with which it is compared; for an even number of ranks, the lower
-            of the two middle values.
-        alone: whether it is compared with other pipeline stages, because no other rank is in its own.
+        data: the part of the rank's own time in which it waited for training data.
+        compute: the rest of the rank's own time.
+        usual: median own time of the ranks with which the rank is compared; for an even number of ranks, the
+            lower of the two middle values.
+        alone: whether the rank is alone in its pipeline stage, and is compared with other stages.
     """
 
     rank: int

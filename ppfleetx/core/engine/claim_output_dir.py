@@ -144,7 +144,7 @@ def _checkpoint_at(place: str) -> Iterator[Path]:
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
     """Return the identity of this run. A run that continues an earlier one in the same directory, without
-    overwriting it, has the same identity. Any other run gets a new one."""
+    overwriting it, has the same identity. Any other run gets a new identity."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:

@@ -66,7 +66,7 @@ class Watch:
         step: int,
     ) -> bool:
         """Exchange stop signals, errors and token counts between all ranks. ``step`` is the number of steps
-        done. Returns whether to stop before the next one. Raises UserError on all ranks if a rank has an
+        done. Returns whether to stop before the next step. Raises UserError on all ranks if a rank has an
         ``error`` or the batches are inconsistent."""
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits

@@ -103,8 +103,9 @@ class Start:
         return schedule
 
     def consumed_samples(self, data: str) -> int:
-        """Return the number of samples that the run has used, and with ``reset_data`` start to count them
-        anew. ``data`` is the hash of the training data."""
+        """Return the number of samples that the run has used. With ``reset_data``, first set it and the epoch
+        to 0, unless the run has done so before and resumes with the same data. ``data`` is the hash of the
+        training data."""
         if self.resumes and self.options.reset_data:
             is_same = self.checkpoint.manifest.fingerprints.get("data") == data
             if is_same and self._goes_on_with("reset_data"):
@@ -114,8 +115,9 @@ class Start:
         return self.state.consumed_samples
 
     def _goes_on_with(self, option: str) -> bool:
-        """Return whether ``resume`` found a checkpoint that was saved with the same ``load_optim`` or
-        ``reset_data``. This run has then started optimizer or data anew before, and only goes on."""
+        """Return whether ``resume`` found a checkpoint that was saved with the same value of ``option``,
+        which is ``load_optim`` or ``reset_data``. If so, this run has already applied the option at an
+        earlier start."""
         saved = self.checkpoint.manifest.config
         if self.found_by != RESUME or not isinstance(saved, Mapping):
             return False
@@ -152,8 +154,8 @@ class Start:
         get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
 
     def _load_base(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load the frozen base weights of adapters from ``Model.lora.base``, if it is set. If it is not, a
-        checkpoint with adapters only is refused.
+        """Load the frozen base weights of adapters from ``Model.lora.base``, if it is set. Without it, a
+        checkpoint that contains only adapters is refused.
 
         Raises:
             CheckpointError: the base weights are missing or do not fit, or the adapters were trained on other
@@ -185,9 +187,9 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if only the model or only the checkpoint has fake quantization. The former is
-        allowed with ``may_be_new`` or ``allow_missing``, the latter with ``allow_extra``. ``held`` lists the
-        model's parameters for fake quantization."""
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization. Only the
+        model may have it with ``may_be_new`` or ``allow_missing``, and only the checkpoint with
+        ``allow_extra``. ``held`` lists the model's parameters for fake quantization."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -281,9 +283,14 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, damaged ones are skipped, and
-    None is returned if none is left. Otherwise, CheckpointError is raised if the newest one is damaged or
-    there is none. But if there is none and ``ckpt_dir`` is set, None is returned."""
+    """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, skip damaged ones, and return
+    None if none is left. With other values of ``resume``, return None if there is none and ``ckpt_dir`` is
+    set.
+
+    Raises:
+        CheckpointError: ``resume`` is not ``auto``, and the newest checkpoint is damaged, or there is none
+            and ``ckpt_dir`` is not set.
+    """
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":

@@ -132,10 +132,9 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the checkpoint ``Model.lora.base``, which has the frozen base weights of adapters; None if it is
-    not set. It may be the output directory itself. If the run then resumes, the newest checkpoint of another
-    run there is taken, if there is one, because the run's own checkpoints have adapters. Raises
-    CheckpointError if there is no checkpoint."""
+    """Return the checkpoint at ``Model.lora.base``, which has the frozen base weights of adapters; None if
+    the key is not set. If a run resumes and the key names the run's output directory, return the newest
+    checkpoint of another run there, if there is one. Raises CheckpointError if there is no checkpoint."""
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None

@@ -75,7 +75,8 @@ class Saver:
 
     def mark_best(self, run: Run) -> bool:
         """Write the name of the current step's checkpoint to the file ``best`` in the output directory, and
-        delete old checkpoints beyond ``keep_max``. Returns False if that or saving the checkpoint failed."""
+        delete old checkpoints beyond ``keep_max``. Returns False if this fails, or if saving the checkpoint
+        failed."""
         self.complete()
         if self._failure is not None:
             return False

@@ -30,8 +30,8 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
 
 
 def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids among all ranks, which must all call it. If the job hangs, each watchdog can then
-    check which processes of other ranks on its machine are alive."""
+    """Exchange process ids among all ranks. All ranks must call this. If the job hangs, each watchdog can
+    then check which processes of other ranks on its machine are alive."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
 

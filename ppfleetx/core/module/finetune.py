@@ -128,8 +128,8 @@ def predictions_directory(cfg: RunConfig) -> Path:
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
-    """Write a line ``index <tab> prediction`` for each example. ``outputs`` are the classifier's,
-    ``[examples, outputs]``. Raises ConfigError if the file cannot be written."""
+    """Write a line ``index <tab> prediction`` for each example. ``outputs [examples, outputs]`` are the
+    outputs of the classifier. Raises ConfigError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "w") as file:

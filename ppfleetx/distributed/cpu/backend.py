@@ -40,8 +40,8 @@ def traffic() -> dict[int, dict[str, Any]]:
     Returns:
         ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload`` is
         the sum of S over all calls, where S is the number of bytes of the tensor; if the ranks gather or
-        scatter parts of it, S counts all parts. ``sent`` is the sum of the bytes that this rank, one of n,
-        would send with the textbook algorithm:
+        scatter parts of it, S counts all parts. ``sent`` is the sum of the bytes that this rank
+        would send with the textbook algorithm among n ranks:
 
         ========================== ==========================================================
         all_reduce (ring)          2 (n-1)/n S

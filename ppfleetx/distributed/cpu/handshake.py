@@ -123,8 +123,8 @@ def _accept(
 
 
 def local_address() -> str:
-    """Return this rank's IP address: that of the network interface ``GLOO_SOCKET_IFNAME`` if it is set, else
-    the host in ``PADDLE_CURRENT_ENDPOINT``. Raises ConfigError if the interface has no address."""
+    """Return this rank's IP address: the address of the network interface ``GLOO_SOCKET_IFNAME`` if it is
+    set, else the host in ``PADDLE_CURRENT_ENDPOINT``. Raises ConfigError if the interface has no address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"

@@ -28,7 +28,7 @@ def silence_limit() -> float:
 
 def end_when_silent(connection: socket.socket) -> None:
     """Let an idle connection fail when the other host has not answered keepalive probes for
-    :func:`silence_limit`. It is for connections on which nothing is sent."""
+    :func:`silence_limit` seconds. It is for connections on which nothing is sent."""
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -40,8 +40,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if one fails.
-    If one is closed, it calls the function a few seconds later."""
+    """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if a connection
+    fails. If a connection is closed, the call comes a few seconds later."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost

@@ -74,7 +74,7 @@ class Inbox:
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
         """Take an arriving message of ``length`` bytes. ``read`` is called with the memory into which to read
-        it: that of the operation that already expects the message, or else a buffer."""
+        the message: the memory of the operation that expects it, or a buffer if none expects it yet."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -153,8 +153,8 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return whether a thread may continue this operation now: no other thread does, it is not done, and
-        the messages that it waits for have arrived."""
+        """Return whether a thread may continue this operation now: no other thread continues it, it is not
+        done, and the messages that it waits for have arrived."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:

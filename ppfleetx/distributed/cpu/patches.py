@@ -30,9 +30,9 @@ class _Identity(PyLayer):
 
 
 class _SoftmaxCrossEntropy(PyLayer):
-    """Cross-entropy of vocabulary-parallel logits, of which each rank of the group holds a range of classes,
-    in rank order. The loss has the shape of the logits with 1 as last dimension, and is zero where the label
-    is ``ignore_index``."""
+    """Cross-entropy of vocabulary-parallel logits. Each rank of the group holds a range of classes, in rank
+    order. The loss has the shape of the logits with 1 as last dimension, and is zero where the label is
+    ``ignore_index``."""
 
     @staticmethod
     def forward(

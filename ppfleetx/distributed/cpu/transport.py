@@ -204,7 +204,7 @@ class Mesh:
 
         Raises:
             PeerLostError: a rank that must take part has ended, or any rank of the job has failed.
-            OutOfStepError: another rank runs a different operation in its place.
+            OutOfStepError: another rank runs a different operation instead.
             CommTimeoutError: the operation is not complete within the time limit.
         """
         with self.engine:

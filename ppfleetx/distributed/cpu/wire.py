@@ -45,7 +45,7 @@ class PeerLostError(CommError, PeerEndedError):
 
 
 class OutOfStepError(CommError):
-    """Another rank runs a different operation than this rank, or the same one with other sizes."""
+    """Another rank runs a different operation than this rank, or the same operation with other sizes."""
 
 
 class CommTimeoutError(CommError, PeerEndedError):

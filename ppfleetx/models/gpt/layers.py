@@ -42,8 +42,8 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
-        """Rebuild the hidden state from a tuple of those of its tensors that are not None.
-        ``carries_positions`` is whether position ids are among them."""
+        """Rebuild the hidden state from the tuple that :meth:`pack` returned. ``carries_positions`` is
+        whether position ids are in the tuple."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
         return cls(hidden, position_ids, rest[0] if rest else None)

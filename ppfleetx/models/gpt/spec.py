@@ -457,8 +457,8 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block of an architecture that was registered in the deprecated way, as a list of parameter shapes.
-    Its sizes and cost are those of a GPT block."""
+    """A block of an architecture that was registered in the deprecated way, as a list of parameter shapes. It
+    has the sizes and cost of a GPT block."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -488,8 +488,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of the given shape. If ``like``, the GPT block's parameter of the same name, has as
-    many dimensions, all other properties are copied from it."""
+    """Declare a parameter of the given shape. ``like`` is the GPT block's parameter of the same name. If it
+    has as many dimensions, all its other properties are copied."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     # Tensor parallelism splits a matrix by columns and replicates a vector.

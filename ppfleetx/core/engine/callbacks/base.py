@@ -76,6 +76,6 @@ class Callback:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the callback's state from a checkpoint, which may have been saved under another parallel
-        plan. Called on every rank where the callback runs, if the checkpoint has a state for it: before
-        ``on_fit_start`` in a resumed run, and during training, before ``on_spike``, when the run goes back
-        to a checkpoint after a loss spike."""
+        plan. Called on every rank where the callback runs, if the checkpoint has a state for it. A resumed
+        run calls this before :meth:`on_fit_start`. A run that goes back to a checkpoint after a loss spike
+        calls it before :meth:`on_spike`."""

@@ -62,7 +62,7 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank and, on rank 0, those of
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank; on rank 0, also the callbacks of
     ``Engine.loggers``. All ranks must call it. If one of them cannot be created, raises a UserError on all
     ranks: the ConfigError itself if all ranks failed with the same message, otherwise a JointError."""
     named: list[tuple[str, Callback]] = []

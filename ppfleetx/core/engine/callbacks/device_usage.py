@@ -80,7 +80,7 @@ _KEPT = 4096
 
 class Forecast(Callback):
     """Logs the predicted and the measured memory and step time at the end of a run. Warns before the first
-    step if the predicted memory exceeds that of the card."""
+    step if the predicted memory exceeds the card's memory."""
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
         self._prediction, self._named = prediction, named
