@@ -384,7 +384,8 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """Convert rotary settings in which layers with a sliding window have a rotary base of their own.
+    """Convert rotary settings in which layers with a sliding window and other layers have different rotary
+    bases.
 
     Args:
         config: the ``config.json``.
