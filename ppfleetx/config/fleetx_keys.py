@@ -393,7 +393,7 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
 
 
 def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert FleetX's expert keys in section ``Model``, with DeepSpeed's names, to ``Model.moe``."""
+    """Convert FleetX's expert keys in section ``Model``, which have DeepSpeed's names, to ``Model.moe``."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(

@@ -344,7 +344,7 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user set ``key`` or, if it is a section, any key in it."""
+    """Whether the user set ``key`` or, for a section, any key in it."""
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = cfg.value_of(key)
     if value is None:

@@ -356,7 +356,8 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether to list ``plan`` a second time, with offload to host memory. Only some plans are."""
+    """Whether to list ``plan`` a second time, with offload to host memory. This is done for only some
+    plans."""
     # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
         plan.sharding_stage > 1

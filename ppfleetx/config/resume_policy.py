@@ -177,7 +177,7 @@ def effect_of(key: str) -> Effect:
 def keys_of(effect: Effect) -> list[str]:
     """List the keys with the given effect on a resumed run.
 
-    A section in the list stands for its keys, except those that have an entry in the table themselves.
+    A section in the list stands for all its keys that have no entry of their own in the table.
     """
     return [key for key, found in _EFFECTS.items() if found is effect]
 

@@ -19,7 +19,8 @@ from ppfleetx.config.errors import CheckpointError, shown
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle was refused because it contains something that is not allowed, which ``wanted`` describes."""
+    """A pickle was refused because it contains something that is not allowed. ``wanted`` says what that
+    is."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted

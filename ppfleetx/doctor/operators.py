@@ -25,9 +25,9 @@ _SHOWN = 8
 
 
 def registered(target: Target) -> Iterator[Row]:
-    """Check that Paddle has the kernels that ppfleetx needs (:mod:`ppfleetx.utils.gpu_operators`): those for
-    the CPU, and those for GPUs if Paddle is built for GPUs or else those for the run's card, if it uses
-    one."""
+    """Check that Paddle has the kernels that ppfleetx needs (:mod:`ppfleetx.utils.gpu_operators`). CPU
+    kernels are always checked. GPU kernels are checked if Paddle is built for GPUs; otherwise, the kernels of
+    the run's card are checked, if it uses one."""
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")

@@ -67,7 +67,8 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of all installed Python packages; of duplicates, the one that Python imports."""
+    """Return the versions of all installed Python packages. If a package is installed twice, the version is
+    the one that Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:

@@ -219,7 +219,7 @@ class TextGenerator(ABC):
         """Return the maximum number of new tokens for a prompt: ``cfg.max_dec_len`` or, if that is only a
         default and does not fit, the number of free positions of the model, with a warning. Raises
         ConfigError if a ``max_dec_len`` set by the user does not fit, or if there is no room for
-        ``cfg.min_dec_len`` tokens or for any. ``number`` is the prompt's index, for messages."""
+        ``cfg.min_dec_len`` tokens or even for one. ``number`` is the prompt's index, for messages."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len

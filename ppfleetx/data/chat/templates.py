@@ -290,9 +290,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Find the generation prompt, which the template writes before an answer, in ``text``. If ``text``
-        has only the beginning of the prompt, find that. Returns the offset where it ends; 0 if there is
-        nothing of it."""
+        """Return the offset in ``text`` where the generation prompt ends. If ``text`` has only the beginning
+        of the prompt, return where that ends; 0 if it has no part of it. The template writes this prompt
+        before an answer."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)
