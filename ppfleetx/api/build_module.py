@@ -1,9 +1,11 @@
-"""Build a model from its configuration with ``build_module(cfg)``, as PaddleFleetX's programs do::
+"""Build a model from its configuration with ``build_module(cfg)``, as PaddleFleetX's programs do.
 
-module = build_module(cfg)
-module.model.eval()
-module.model.set_state_dict(weights)
-print(module.generate("Once upon a time")[0])
+The model has no weights until they are set::
+
+    module = build_module(cfg)
+    module.model.eval()
+    module.model.set_state_dict(weights)
+    print(module.generate("Once upon a time")[0])
 """
 
 from __future__ import annotations

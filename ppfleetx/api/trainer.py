@@ -172,9 +172,9 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Evaluate a checkpoint on ``Data.Eval``: after :meth:`fit`, the last one in ``output_dir``;
-        otherwise ``Engine.save_load.ckpt_dir`` or, if that is not set, also the last one in ``output_dir``.
-        Returns a record with loss and perplexity; for several named sets, ``{name: record}``.
+        """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval`` or, before :meth:`fit`, the
+        checkpoint ``Engine.save_load.ckpt_dir`` if that is set. Returns a record with loss and perplexity;
+        for several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -192,10 +192,9 @@ class Trainer:
 
     @property
     def model(self) -> GPT:
-        """The trained model. After :meth:`fit`, it is the model in memory or, if the plan splits the model
-        (tensor, pipeline or context parallelism, ZeRO stage 3), it is loaded from the last checkpoint in
-        ``output_dir``. Without :meth:`fit`, it is loaded from ``Engine.save_load.ckpt_dir`` or, if that is
-        not set, from the last checkpoint in ``output_dir``. Raises UserError if there is none."""
+        """The trained model. After :meth:`fit`, this is the model in memory, unless the plan splits it
+        (tensor, pipeline or context parallelism, ZeRO stage 3). Otherwise it is loaded from the checkpoint
+        that :meth:`evaluate` uses. Raises UserError if there is none."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)

@@ -151,7 +151,7 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
-    """Return the share of the time in which a pipeline stage is idle, if all stages take equally long
+    """Return the fraction of time for which a pipeline stage is idle, if all stages take equally long
     (Narayanan et al. 2021; for ZB-H1, Qi et al. 2023, table 2)."""
     if plan.pp_schedule == "zb_h1":
         # The forward pass and both parts of the backward pass take equally long.

@@ -143,8 +143,8 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
     """Context manager that yields a temporary directory with ppfleetx's files at the git commit ``commit``.
-    If that is None, yields None, which stands for the ppfleetx that is running. Raises UserError if there is
-    no such commit."""
+    For None it yields None, which stands for the running ppfleetx. Raises UserError if there is no such
+    commit."""
     if commit is None:
         yield None
         return

@@ -90,7 +90,7 @@ examples:
     shell: Literal["bash", "zsh"] = positional(None, "which shell the script is for", default=MISSING)
 
     def run(self) -> None:
-        """Print the script. For zsh, it is the bash script after a line that loads zsh's ``bashcompinit``."""
+        """Print the script. For zsh, a line that loads ``bashcompinit`` comes before the bash script."""
         head = "autoload -U +X bashcompinit && bashcompinit\n" if self.shell == "zsh" else ""
         print(head + bash_script(), end="")
 

@@ -133,8 +133,8 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Raise ConfigError if ``cloze_eval`` (predict the last word of each text) is set and the plan splits
-    sequences (``sep_degree``), because a rank must have all tokens of a word."""
+    """Raise ConfigError if the plan splits sequences (``sep_degree``) while ``cloze_eval`` is set. To predict
+    the last word of a text, a rank must have all tokens of the word."""
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise cfg.error(
             "Distributed.sep_degree",

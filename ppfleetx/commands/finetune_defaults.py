@@ -38,7 +38,7 @@ _COURSE = {
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
     """Return settings that suit finetuning, such as run length, batch size and learning rate. They replace
-    values in ``config``, but keys that the user's overrides ``given`` set are left out."""
+    values in ``config``. Keys that the user has set in the overrides ``given`` are left out."""
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
 

@@ -158,8 +158,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Raise ConfigError if results cannot be written to ``path``. An empty file, or one with earlier results
-    (recognized by the bytes ``mark``), may be replaced, but no other file."""
+    """Raise ConfigError if results cannot be written to ``path``. A file there may be replaced only if it is
+    empty or has earlier results, which are recognized by the bytes ``mark``."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():

@@ -100,8 +100,8 @@ class LaunchOptions(Command):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of processes of the whole job according to the options, or None if they do not give it,
-        which means one process for each card."""
+        """The number of processes of the whole job, if the options give it. None: one process for each
+        card."""
         here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
         return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
 

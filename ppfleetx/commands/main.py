@@ -126,8 +126,8 @@ def main() -> None:
 
 
 def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run a verb (subcommand), and end this process with the verb's exit code, as the scripts in ``tools/``
-    do. The arguments are those of :func:`call`."""
+    """Run a verb (subcommand), and end this process with its exit code. The scripts in ``tools/`` use this.
+    The arguments are those of :func:`call`."""
     run_tool(partial(call, verb, arguments, program=program))
 
 

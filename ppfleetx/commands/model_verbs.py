@@ -26,7 +26,7 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a command that uses a model gets its configuration: a file or a checkpoint, and overrides."""
+    """The source of a model's configuration: a file or a checkpoint, and overrides."""
 
     config: ConfigSource
     overrides: list[Override]
@@ -67,8 +67,8 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[ModelSource]:
-    """Context manager that yields where the configuration for the model in ``checkpoint`` comes from. A model
-    in another format may be converted to temporary files, which are removed at the end.
+    """Context manager that yields the source of the configuration for the model in ``checkpoint``. A model in
+    another format may be converted to temporary files, which are removed at the end.
 
     Args:
         checkpoint: the model; None: the configuration names it.

@@ -1,4 +1,4 @@
-"""Prepare a process: read and check the configuration, and import Paddle last, which takes seconds."""
+"""Prepare a process: first read and check the configuration, and then import Paddle, which takes seconds."""
 
 from __future__ import annotations
 

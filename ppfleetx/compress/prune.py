@@ -104,8 +104,8 @@ def sizes_after(
     Args:
         ratio: the fraction to remove from each layer.
         part: what to prune: attention groups, feed-forward units, or both.
-        multiple: the number that remains is rounded up to a multiple of this, but never above the present
-            number.
+        multiple: the remaining number of groups or units is rounded up to a multiple of this, but not above
+            the number before pruning.
         drop_layers: layers to remove as a whole.
 
     Raises ConfigError if the network cannot be pruned, if too little would remain, or if nothing would

@@ -66,8 +66,8 @@ def router_scores(
 
 
 def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
-    """Return the sorted indices of the experts with the largest ``scores [E]``; among equal ones, the first.
-    Each of the ``num_groups`` routing groups keeps the same number."""
+    """Return the sorted indices of the experts with the largest ``scores [E]``. If scores are equal, the
+    first experts are kept. Each of the ``num_groups`` routing groups keeps the same number of experts."""
     grouped = scores.reshape(num_groups or 1, -1)
     best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
     return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))

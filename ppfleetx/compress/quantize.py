@@ -117,8 +117,8 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     """Return the quantization settings ``weights`` with ``group_size`` and ``asymmetric`` chosen for the
-    model. With 4 bits, matrices that cannot be stored in 4 bits stay as they are, with a warning. Raises
-    ConfigError if that is true of all matrices."""
+    model. With 4 bits, matrices that cannot be stored in 4 bits are left out, with a warning. Raises
+    ConfigError if this leaves out all matrices."""
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
         common = math.gcd(model.hidden_size, *wanted.values())
@@ -308,8 +308,8 @@ class Quantizer:
                 self._put(name, parameter.numpy())
 
     def _in_stored_types(self) -> list[TensorSlice]:
-        """Return all tensors, and add the size of those that were not quantized to the report. Tensors that
-        were 16 bits and have not changed are 16 bits again."""
+        """Return all tensors, and add the size of those that were not quantized to the report. Unchanged
+        tensors that the checkpoint has in 16 bits are returned in 16 bits."""
         types = {name: self._checkpoint.entry(name).dtype for name in self._checkpoint.names()}
         tensors = [one for ready in self._ready.values() for one in in_stored_types([ready], types)]
         quantized = {f"{layer.name}.{part}" for layer in self.report.layers for part in ("weight", "scale")}
@@ -415,7 +415,8 @@ class _OutputErrors:
         self._squares[name] = self._squares.get(name, np.zeros(2)) + squares
 
     def errors(self) -> dict[str, float]:
-        """Return {linear layer: root mean square of its output error, relative to that of its output}."""
+        """Return {linear layer: relative output error}. This is the root mean square of the error divided by
+        the root mean square of the output."""
         return {
             name.removesuffix(".weight"): math.sqrt(change / size) if size else 0.0
             for name, (change, size) in self._squares.items()

@@ -276,7 +276,7 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022). The scales are those of rounding to
+    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022), with the same scales as rounding to
     nearest.
 
     Args:
@@ -321,8 +321,8 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """Return the root mean square of the rounding error, relative to that of the matrix. It is 0 for a
-    zero matrix."""
+    """Return the root mean square of the rounding error, divided by the root mean square of the matrix. It is
+    0 for a zero matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 

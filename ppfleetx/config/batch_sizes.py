@@ -32,8 +32,8 @@ class Ramp:
 
     @property
     def sizes(self) -> range:
-        """The batch sizes or sequence lengths that training uses before it reaches the last one, ``full``; in
-        ascending order."""
+        """The batch sizes or sequence lengths that training uses before it reaches ``full``, in ascending
+        order."""
         return range(self.start, self.full, self.increment)
 
     @property
@@ -50,8 +50,8 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes in sequences: of the whole job, of a data-parallel rank, and of a forward pass. Under a
-    ``ramp``, they are those at its end.
+    """Batch sizes in sequences: for the whole job, for a data-parallel rank, and for a forward pass. With a
+    ``ramp``, they are the sizes at its end.
 
     Attributes:
         accumulate_steps: the number of forward passes (micro batches) of a data-parallel rank in a step.

@@ -45,7 +45,7 @@ class UserError(ValueError):
 
 @contextmanager
 def naming(option: str, value: object) -> Iterator[None]:
-    """Context manager that puts ``option = value:`` before the message of a CheckpointError raised in it."""
+    """Context manager that puts ``option = value:`` before the message of a CheckpointError raised inside."""
     try:
         yield
     except CheckpointError as error:
@@ -61,7 +61,8 @@ class DeviceError(RuntimeError):
 
 
 class PeerEndedError(RuntimeError):
-    """Another process of the job, which reports the cause, has ended, so this one cannot continue."""
+    """Another process of the job has ended, so this one cannot continue. The other process reports the
+    cause."""
 
 
 class ConfigError(UserError):

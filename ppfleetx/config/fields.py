@@ -30,9 +30,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def violations(self) -> Iterator[RuleError]:
-        """Yield an error for each rule that the section's values break together; loading raises the first.
+        """Yield an error for each broken rule between several fields of the section. Loading raises the first
+        error.
 
-        Subclasses override it.
+        Subclasses override this method.
         """
         return iter(())
 
@@ -46,7 +47,7 @@ class Section(BaseModel):
 class RuleError(ValueError):
     """Configuration values that are valid one by one but do not fit together.
 
-    ``keys`` are their dotted keys within the section, the most likely wrong one first.
+    ``keys`` are their dotted keys within the section, beginning with the most likely mistake.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:
@@ -62,7 +63,7 @@ class Says:
 
 
 def _float_from_text(value: Any) -> Any:
-    """Validator that turns text such as ``'2e-5'``, which is no number in YAML 1.1, into a number."""
+    """Validator that turns text such as ``'2e-5'`` into a number. In YAML 1.1, ``2e-5`` is text."""
     if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
@@ -85,7 +86,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Validator that refuses booleans, which equal 0 and 1, for fields whose choices are numbers."""
+    """Validator for fields with numbers as choices. It refuses booleans, because True equals 1."""
     if isinstance(value, bool):
         raise ValueError("(a boolean is not a number)")
     return value

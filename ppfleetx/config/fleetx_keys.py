@@ -220,10 +220,10 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set ``Model.module``, if it is not set, to the task that the datasets' names imply, and yield warnings.
+    """Set ``Model.module``, if it is missing, to the task of the configured datasets. Yields warnings.
 
-    FleetX's later configuration files do not name the task. If they name a dataset of offline evaluation in
-    ``Data.Eval``, this section is removed, because ``Offline_Eval`` replaces it.
+    FleetX's later configuration files do not name the task. A section ``Data.Eval`` with a dataset of offline
+    evaluation is removed, because ``Offline_Eval`` replaces it.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -393,7 +393,7 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
 
 
 def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert FleetX's expert keys in section ``Model``, with DeepSpeed's names, to ``Model.moe``."""
+    """Convert FleetX's expert keys in section ``Model``, which have DeepSpeed's names, to ``Model.moe``."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(

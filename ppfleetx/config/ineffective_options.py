@@ -25,8 +25,8 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """List options set by the user that are known to change nothing in this run, as sentences with the
-    reason.
+    """Return a sentence for each option that the user set but that is known to change nothing in this run.
+    The sentence gives the reason.
 
     A default value in a file is not listed.
     """
@@ -344,7 +344,7 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user set ``key`` or, if it is a section, any key in it."""
+    """Whether the user set ``key`` or, for a section, any key in it."""
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = cfg.value_of(key)
     if value is None:

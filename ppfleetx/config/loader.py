@@ -93,7 +93,7 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
     """Check a configuration that was translated from another toolkit, and fill in derived values.
 
     Args:
-        warnings: those of the translation, which the returned configuration keeps.
+        warnings: warnings from the translation; they become warnings of the returned configuration.
         world_size: the number of processes. The parallel degrees must multiply to it; None: unknown.
 
     Raises:

@@ -60,7 +60,7 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view that has all of ``axes``: that of dense parameters, or else that of experts.
+    """Return the view that has all of ``axes``: the one for dense parameters or else the one for experts.
 
     Raises:
         ValueError: neither view has all of them.

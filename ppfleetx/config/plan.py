@@ -154,9 +154,10 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """What decides whether a parallel plan is legal: sizes that it must divide evenly, and the optimizer.
+    """The facts about a run that decide whether a parallel plan is legal: sizes that the plan must divide
+    evenly, and what the optimizer needs.
 
-    What is None is unknown and is not checked. ``num_experts`` of a dense model is 0.
+    A value of None is unknown and is not checked. ``num_experts`` of a dense model is 0.
     """
 
     num_layers: int | None = None
@@ -355,7 +356,8 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether to list ``plan`` also with offload to host memory, as is done for only some plans."""
+    """Whether to list ``plan`` a second time, with offload to host memory. This is done for only some
+    plans."""
     # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
         plan.sharding_stage > 1

@@ -33,7 +33,8 @@ class LoggerTraits:
     Attributes:
         package: the library that the writer imports, or None.
         extra: the pip extra of ppfleetx that installs the library.
-        options: the names of the writer's options, all of which are texts; None: the writer checks them.
+        options: the names of the writer's options, whose values are texts; None: the writer itself checks its
+            options.
         callback: the name of the callback that writes the metrics if the writer is not a ``LogWriter``.
     """
 

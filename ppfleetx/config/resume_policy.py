@@ -177,7 +177,7 @@ def effect_of(key: str) -> Effect:
 def keys_of(effect: Effect) -> list[str]:
     """List the keys with the given effect on a resumed run.
 
-    A section in the list stands for those of its keys that have no entry of their own.
+    A section in the list stands for all its keys that have no entry of their own in the table.
     """
     return [key for key, found in _EFFECTS.items() if found is effect]
 
@@ -224,7 +224,7 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
     """List the keys that have different values in a checkpoint and in ``cfg``.
 
     Only keys with one of the ``effects`` are compared. ``saved`` is the configuration in the checkpoint's
-    manifest. A key that it lacks has its default.
+    manifest. A key missing there counts as its default.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)

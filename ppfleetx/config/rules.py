@@ -20,7 +20,8 @@ def glue_task(cfg: RunConfig) -> str | None:
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """The number of outputs of the classification head: ``Model.num_classes`` or else the GLUE task's."""
+    """The number of outputs of the classification head: ``Model.num_classes`` or else the number of classes
+    of the GLUE task."""
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
 
@@ -83,9 +84,9 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """Return {configuration key: sequence length in tokens} for all datasets that the run reads. If the
-    length grows in training, ``Global.rampup_seq_len`` is one of the keys, with a common divisor of all
-    lengths of the ramp."""
+    """Return the sequence length in tokens of each dataset that the run reads, by configuration key. If the
+    length grows in training, ``Global.rampup_seq_len`` is also a key; its value divides all lengths of the
+    ramp."""
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
@@ -102,7 +103,7 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 
 
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
-    """What decides whether a parallel plan is legal for a run.
+    """Return the facts about a run that decide whether a parallel plan is legal.
 
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run.
     """
@@ -115,7 +116,8 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 def model_workload(
     model: ModelConfig, seq_len: int | None, accumulate_steps: int | None, *, needs_whole_matrices: bool
 ) -> Workload:
-    """What decides whether a parallel plan is legal. A size whose argument is None is unknown."""
+    """Return the facts about a model and its training that decide whether a parallel plan is legal. An
+    argument of None means unknown."""
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,
@@ -137,7 +139,8 @@ def sequence_length(cfg: RunConfig) -> int:
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """The mean bytes of hidden states that a rank sends to each expert-parallel rank in one layer."""
+    """The mean number of bytes of hidden states that a rank sends, in one layer, to one rank of its
+    expert-parallel group."""
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)

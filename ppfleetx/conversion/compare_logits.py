@@ -94,10 +94,11 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
     """Compute the logits of a Hugging Face directory with transformers, in a process of the interpreter
-    ``python``, because torch and Paddle cannot share one. Raises CheckpointError if this fails."""
+    ``python``. Raises CheckpointError if this fails."""
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
         np.savez(given, tokens=probe.tokens, positions=probe.positions)
+        # torch and Paddle cannot be in the same process.
         command = [python, str(_SCRIPT), str(directory), str(given), str(answer)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)

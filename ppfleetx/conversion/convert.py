@@ -143,7 +143,7 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
     Args:
         given: the network from the user; None: use the description in the source of the weights.
 
-    Raises CheckpointError if this description is needed but missing, or if it contradicts the user's.
+    Raises CheckpointError if the description is needed but incomplete, or if it contradicts ``given``.
     """
     described = weights.model
     if given is None:

@@ -43,7 +43,7 @@ _CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
 
 
 def is_fleetx(path: Path) -> bool:
-    """Return whether a directory contains FleetX's ``model.pdparams``, itself or in rank directories."""
+    """Return whether a directory contains FleetX's ``model.pdparams``, directly or in rank directories."""
     return (path / MODEL_FILE).is_file() or any(
         (child / MODEL_FILE).is_file() for child in path.glob("mp_*_sharding_*_pp_*")
     )

@@ -292,8 +292,8 @@ _NORMALIZERS_OF_CHARACTERS = ("NFC", "Prepend", "Replace")
 
 
 def _check_normalizer(tokenizer: Tokenizer, known: Collection[str]) -> None:
-    """Raise CheckpointError if a tokenizer changes the text before it splits it, other than by the steps
-    ``known``. llama.cpp would encode the unchanged text."""
+    """Raise CheckpointError if a tokenizer normalizes the text by other steps than ``known``. llama.cpp would
+    encode the text without these steps."""
     steps = [tokenizer.definition.get("normalizer")]
     for step in steps:
         if step is not None and step["type"] == "Sequence":

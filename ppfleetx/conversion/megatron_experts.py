@@ -103,8 +103,8 @@ def expert_name(in_layer: str) -> str | None:
 def params_of_expert_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Return the parameters to take from the file of one expert-parallel rank: its experts, numbered as in
-    the whole layer, and for rank 0 all other parameters, too.
+    """Return the parameters to take from the file of one expert-parallel rank: its experts, renumbered as in
+    the whole layer. From the file of rank 0, all other parameters are taken as well.
 
     Args:
         ep: the expert-parallel degree.

@@ -19,7 +19,8 @@ from ppfleetx.config.errors import CheckpointError, shown
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle was refused because it contains something that is not allowed, which ``wanted`` describes."""
+    """A pickle was refused because it contains something that is not allowed. ``wanted`` says what that
+    is."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
@@ -48,8 +49,8 @@ class Record:
 
 
 class Kind:
-    """Base class of classes that replace others, such as PyTorch's, when a pickle is read. A pickle cannot
-    set the attributes of their objects."""
+    """Base class of stand-ins for other classes, such as PyTorch's, when a pickle is read. A pickle cannot
+    set attributes of their objects."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")

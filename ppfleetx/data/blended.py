@@ -96,10 +96,15 @@ def _choose_in_blocks(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose the corpus of each sample in several blocks, which are computed in parallel. A block is
-    `_BLOCK_STEPS` consecutive samples of the blend. ``steps[i]`` is the first sample of block i, and
-    ``taken[i, c]`` the number of samples from corpus c before it. ``limits[c]`` is the size of corpus c, or
-    infinity if its size does not matter. Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``,
-    updated in place."""
+    `_BLOCK_STEPS` consecutive samples of the blend.
+
+    Args:
+        limits: the size of each corpus, or infinity if its size does not matter.
+        steps: the first sample of each block.
+        taken: the number of samples taken from each corpus before each block, [blocks, corpora].
+
+    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``, updated in place.
+    """
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)
@@ -121,8 +126,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend, which is at least ``num_samples``, and the number of
-    samples to prepare from each corpus."""
+    """Return the number of samples in a weighted blend, at least ``num_samples``, and the number of samples
+    to prepare from each corpus."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 

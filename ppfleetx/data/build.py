@@ -174,9 +174,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return what the finetuning dataset of ``Data.<mode>`` needs: its section, the tokenizer, and a number
-    of which the padded length of samples is to be a multiple. Raises ConfigError if no tokenizer is
-    configured."""
+    """Return what the finetuning dataset of ``Data.<mode>`` needs: its section, the tokenizer, and a number.
+    Samples are padded to a multiple of this number. Raises ConfigError if no tokenizer is configured."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -192,8 +191,8 @@ def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Token
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer that ``Data.tokenizer`` describes; None if there is no such section, or if its name
-    is BPE, the default, and it names no files. Raises DataError."""
+    """Load the tokenizer that ``Data.tokenizer`` describes. None if there is no such section, or if it names
+    no files and keeps the default name, BPE. Raises DataError."""
     files = cfg.Data.tokenizer
     if files is None or (not files.given and files.name == "BPE"):
         return None
@@ -209,8 +208,8 @@ def _place(cfg: RunConfig, key: str) -> str:
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """Return the end-of-document id: ``eod_id`` of the dataset's section or, if it is not set and an option
-    of the dataset needs it, the tokenizer's. Otherwise returns None."""
+    """Return the end-of-document id that the dataset's section sets. If it sets none but one of its options
+    needs the id, return the tokenizer's; otherwise None."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id

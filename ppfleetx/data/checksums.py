@@ -1,5 +1,5 @@
 """Checksums of a tokenized corpus, in the file ``PREFIX.checksums.json`` beside it: a CRC-32 of each 1 MiB
-block of ``PREFIX.bin`` and ``PREFIX.idx``, and one of its own content."""
+block of ``PREFIX.bin`` and ``PREFIX.idx``, and a CRC-32 of this list of checksums."""
 
 from __future__ import annotations
 

@@ -273,8 +273,8 @@ class IndexedDatasetWriter:
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents of one sequence each, or of no sequence if the document is empty. ``flat_tokens``
-        are all their tokens, and ``lengths`` the number of tokens of each document."""
+        """Append documents, each as one sequence, or as no sequence if it is empty. ``flat_tokens`` are the
+        tokens of all documents, and ``lengths`` the number of tokens of each."""
         # A document of length 0 has no sequence, as with add_document([], []).
         lengths = np.asarray(lengths)
         filled = lengths != 0

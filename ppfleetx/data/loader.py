@@ -27,7 +27,8 @@ class GlobalBatchSampler:
     Args:
         total: number of samples in the dataset.
         consumed_samples: number of samples already used. Every iteration starts after them.
-        size_at: for a batch size that changes, a function from consumed samples to the size of the next step.
+        size_at: returns the batch size of the next step, given the number of consumed samples. None: the size
+            is constant.
         tail: what happens at the end of the dataset. ``"wrap"``: the first sample follows the last.
             ``"drop"``: leave out the last incomplete batch. ``"pad"``: fill it with the index `PADDING`.
         shuffle_seed: seed of a new permutation for every pass over the dataset. None: the dataset's own

@@ -73,7 +73,8 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError for a LongRoPE model whose maximum length is above its switch length."""
+    """Raise ConfigError for a LongRoPE model whose rotary angles change at a length below its maximum. An
+    exported program cannot recompute cached keys."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(

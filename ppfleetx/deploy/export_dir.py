@@ -10,7 +10,7 @@
       tokenizer/              files that ppfleetx and Hugging Face transformers can load
 
 For a quantized model, the optional program is ``model_blocks_16.json``, in which one operator runs all
-blocks. If that operator does not support the model, it is ``model_quantized_ops_16.json``.
+blocks, or ``model_quantized_ops_16.json`` if this operator does not support the model.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ times per pass."""
 
 
 class InferenceEngine(TextGenerator):
-    """Generates text with an exported model, through Paddle Inference. The results are those of
-    :class:`~ppfleetx.generation.generator.Generator` with the same model.
+    """Generates text with an exported model, through Paddle Inference. The results are the same as from
+    :class:`~ppfleetx.generation.generator.Generator` with this model.
 
     Only one thread may generate at a time. :meth:`generate` calls ``on_text`` only when a batch is finished.
 

@@ -106,7 +106,8 @@ class Translation:
         self.put(key, value, *sources, why=why)
 
     def put_precision(self, dtype: str, *sources: str | Given, on_cpu: bool) -> None:
-        """Set the compute type ``dtype``, ``float16`` or ``bfloat16``; a CPU computes in float32 instead."""
+        """Make the run compute in ``dtype``, ``float16`` or ``bfloat16``; with ``on_cpu``, in float32
+        instead."""
         why = "a CPU computes in float32" if on_cpu else ""
         self.put("Engine.mix_precision.enable", not on_cpu, *sources, why=why)
         self.put("Engine.mix_precision.dtype", dtype, *sources)
@@ -294,7 +295,7 @@ def translate(
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
     """Raise ConfigError if the user gave an unsupported option, or an unsupported value of an option that has
-    no effect. Of several, the first in the key table is reported."""
+    no effect. If there are several, the first in the key table is reported."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

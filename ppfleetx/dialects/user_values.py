@@ -79,7 +79,7 @@ def given_arguments(
         flags: names of flags, in the form of :func:`normal_name`. A flag becomes True.
         many: names of options that take all words up to the next option, as a list.
         known: names of all options, if known. Any other option without a value then counts as a flag.
-        first: the position of ``argv[0]`` on the whole command line; messages number the words from it.
+        first: the position of ``argv[0]`` on the whole command line, for the positions in messages.
     """
     seen: dict[str, Given] = {}
     position = 0

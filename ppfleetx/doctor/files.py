@@ -40,8 +40,9 @@ _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Check that the corpora and texts of ``Data.Train`` and ``Data.Eval`` can be opened. Corpora with
-    checksums are compared with them; of a large corpus or on a slow disk, only some of their blocks."""
+    """Check that the corpora and texts of ``Data.Train`` and ``Data.Eval`` can be opened. Corpora are
+    compared with their checksums, if they have any. If the corpus is large or the disk slow, only some blocks
+    are compared."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -203,10 +204,10 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return, by configuration key, the name of each checkpoint that the run would start from, and the first
-    16 digits of its manifest's hash. A checkpoint without a manifest, such as PaddleFleetX's, has only its
-    name. With ``Engine.save_load.resume``, ``output_dir`` is included. If a checkpoint is missing or cannot
-    be read, the value says so. These values are compared between machines."""
+    """Return the checkpoints that the run would start from, by configuration key, to compare machines. The
+    value is the checkpoint's name and the first 16 digits of its manifest's hash; without a manifest, as in
+    PaddleFleetX, only the name. If a checkpoint is missing or cannot be read, the value says so. With
+    ``Engine.save_load.resume``, ``output_dir`` is included."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load

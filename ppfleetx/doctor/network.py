@@ -101,8 +101,8 @@ def is_local(address: str) -> bool:
 
 
 def route_to(address: str) -> str:
-    """Return the address from which this machine sends packets to ``address``, or "" if there is no route. It
-    is ``address`` itself if that belongs to this machine."""
+    """Return the address from which this machine sends packets to ``address``, or "" if there is no route. If
+    ``address`` belongs to this machine, the result is ``address`` itself."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         socket.inet_aton(address)  # raises for a name, which a name server would have to resolve
         probe.connect((address, 9))  # UDP: sends nothing

@@ -138,8 +138,8 @@ class Host:
 
 
 class Guest:
-    """The connection of a process other than the first to the first process of the job, for exchanging
-    values. It has the same methods and attributes as :class:`Host`, the first process's side."""
+    """The connection of a guest to the host, the first process of the job, for exchanging values. It has the
+    same methods and attributes as :class:`Host`."""
 
     def __init__(self, members: Members, where: str) -> None:
         self.number, self.names = members.number, members.names

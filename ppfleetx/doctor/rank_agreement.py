@@ -67,7 +67,8 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of all installed Python packages; of duplicates, the one that Python imports."""
+    """Return the versions of all installed Python packages. If a package is installed twice, the version is
+    the one that Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -154,8 +155,8 @@ def in_full(
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
     """Yield a report row for each of :data:`FACTS`. ``names`` are the facts that may differ, and ``answers``
-    has their values on each rank. Their rows show the differences, or say which ranks could not read the
-    fact. All other rows say "equal"."""
+    has the values of these facts on each rank. The row of such a fact shows the differences, or says which
+    ranks could not read it. All other rows say "equal"."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}

@@ -262,8 +262,8 @@ class Guard:
 
 
 def plan_config(target: Target) -> RunConfig:
-    """Return the configuration whose process groups are tested: the user's if its plan has as many processes
-    as this job, else that of a tiny model with data parallelism."""
+    """Return the configuration whose process groups are tested: the user's, if its plan has as many processes
+    as this job; otherwise, a tiny model with data parallelism."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]

@@ -31,8 +31,8 @@ class Adapters:
         return tuple(self._branches)
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
-        """Add an adapter called ``name``: the float32 LoRA matrices ``X.lora.a [in, rank]`` and
-        ``X.lora.b [rank, out]`` of each linear layer X, whose product is multiplied by ``scale``. Raises
+        """Add an adapter called ``name``. For each linear layer X, ``tensors`` has the float32 LoRA matrices
+        ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]``; their product is multiplied by ``scale``. Raises
         CheckpointError if the adapter has matrices for expert layers, or for layers that the model does not
         have."""
         linears, branches = self._linears(), []

@@ -30,9 +30,9 @@ class BeamOptions:
         num_beams: number of beams per prompt, over all groups; a multiple of ``num_groups``.
         length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
-        early_stopping: when to stop a group that has a result for each of its beams. True: at once. False:
-            when no beam, if it ended now, would be among the results. "never": when no beam could be among
-            them at any length.
+        early_stopping: when to stop a group that has as many results as beams. True: at once. False: when no
+            active beam would be among the results if it ended now. "never": when no active beam can get among
+            the results, however long it grows.
         num_groups: number of beam groups per prompt (diverse beam search); 1 is plain beam search.
         diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
     """

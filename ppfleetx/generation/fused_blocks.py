@@ -45,11 +45,14 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """Return the model's weights for a pass of the C++ operation; their layout may differ between one new
-        token and several. ``num_rows`` is the number of new tokens in the pass, counted over all sequences,
-        and ``num_columns`` the number of positions in the cache, including the new ones. Returns None if the
-        pass is so large that Paddle's own operations are faster, or if memory does not suffice for another
-        copy of the weights."""
+        """Return the model's weights in the layout that the C++ operation reads. A pass with one new token
+        has a layout of its own. Returns None if the pass is so large that Paddle's own operations are faster,
+        or if memory does not suffice for another copy of the weights.
+
+        Args:
+            num_rows: the number of new tokens in the pass, counted over all sequences.
+            num_columns: the number of positions in the cache, including the new ones.
+        """
         # For large passes, Paddle's own operations are faster.
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):

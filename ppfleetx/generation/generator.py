@@ -185,8 +185,8 @@ class TextGenerator(ABC):
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
         """The tokens that end a continuation: ``cfg.stop_token_ids`` and, unless ``cfg.ignore_eos`` is set,
-        the model's end tokens. Those are the ones that ``cfg`` names or, if it names none, the ones of the
-        tokenizer's files. Raises ConfigError for an id outside the tokenizer's vocabulary."""
+        the end tokens that ``cfg`` names. If ``cfg`` names none, the tokenizer's end tokens are used. Raises
+        ConfigError for an id outside the tokenizer's vocabulary."""
         check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
         return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
@@ -216,11 +216,10 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens for a prompt, ``cfg.max_dec_len``. If fewer positions of
-        the model are free and the user did not set ``max_dec_len``, the result is the number of free
-        positions, with a warning. Raises ConfigError if the user's ``max_dec_len`` does not fit, or if there
-        is not room for ``cfg.min_dec_len`` tokens and at least one. ``number`` is the prompt's index, for
-        messages."""
+        """Return the maximum number of new tokens for a prompt: ``cfg.max_dec_len`` or, if that is only a
+        default and does not fit, the number of free positions of the model, with a warning. Raises
+        ConfigError if a ``max_dec_len`` set by the user does not fit, or if there is no room for
+        ``cfg.min_dec_len`` tokens or even for one. ``number`` is the prompt's index, for messages."""
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len

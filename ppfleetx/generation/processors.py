@@ -117,9 +117,8 @@ def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Te
 
 
 def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
-    """``log_softmax`` of ``logits [b, V]``, written with simple operations: Paddle's own kernel takes a
-    second for 8 rows on a CPU.
-    """
+    """``log_softmax`` of ``logits [b, V]``."""
+    # Paddle's own kernel takes a second for 8 rows on a CPU.
     shifted = logits - logits.max(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 

@@ -185,9 +185,14 @@ class _DraftedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Return the number of tokens to draft in the next pass, between 1 and ``most``. It is twice ``width``,
-    the number for the last pass, if all draft tokens were accepted (``all_right``). Otherwise it is
-    ``right``, the number of accepted draft tokens."""
+    """Return the number of tokens to draft in the next pass. If all draft tokens of the last pass were
+    accepted (``all_right``), the number doubles, up to ``most``. Otherwise it becomes ``right``, but at least
+    1.
+
+    Args:
+        width: the number of tokens to draft in the last pass.
+        right: the number of draft tokens that the last pass accepted.
+    """
     # ppfleetx.deploy.static.sampling.next_width computes the same for tensors.
     return min(most, 2 * width if all_right else max(1, right))
 

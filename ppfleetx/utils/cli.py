@@ -45,7 +45,8 @@ def run_tool(main: Callable[[], int | None]) -> None:
     - 141, without a message, if the reader of standard output is gone (``| head -1``)
 
     Any other exception is a bug and keeps its traceback. SIGTERM and SIGHUP end the process with a message
-    after cleanup, unless the program handles them itself. In the ranks of a job, they are left as they are.
+    after cleanup, unless the program handles them itself. In the ranks of a job, these signals are not
+    handled.
     """
     # Write characters that standard output cannot encode as escapes.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":

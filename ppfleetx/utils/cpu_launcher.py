@@ -306,8 +306,8 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Return what the launcher is waiting for and what the user can do, as text. The second result is
-        True if a program that is not a launcher answers at the address where the nodes meet."""
+        """Return two values: a text that says what the launcher is waiting for and what the user can do, and
+        whether a program that is not a launcher answers at the address where the nodes meet."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()

@@ -46,8 +46,8 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of ``cfg`` that is known to have a value which a kind of device (such as
-    ``cpu``) cannot support. Only 16-bit computation on a CPU is examined."""
+    """Return a sentence for each key of ``cfg`` with a value that a kind of device, such as ``cpu``, cannot
+    support. Only 16-bit computation on a CPU is examined."""
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
         return []

@@ -31,7 +31,8 @@ _AFTER_KILL_SECONDS = 30.0
 
 
 def is_rank() -> bool:
-    """Return whether this process is a rank of a job, by the variables of a launcher or a scheduler."""
+    """Return whether this process is a rank of a job, according to an environment variable that launchers
+    set."""
     return "PADDLE_TRAINER_ID" in os.environ
 
 

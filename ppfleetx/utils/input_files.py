@@ -30,8 +30,8 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
 
 
 def first_bytes(path: str | Path) -> bytes:
-    """Return the first 8 bytes of a file. Raises CheckpointError if it cannot be read, or is the pointer that
-    Git LFS leaves in its place."""
+    """Return the first 8 bytes of a file. Raises CheckpointError if it cannot be read, or is only a Git LFS
+    pointer."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":

@@ -70,9 +70,9 @@ def may_end_process() -> bool:
 
 
 def decide_end() -> None:
-    """Record that a thread, such as the watchdog, is about to end this process. If another process of the job
-    is lost from now on, this process does not report that at once, because the other one has presumably ended
-    for the same reason."""
+    """Record that a thread, such as the watchdog, is about to end this process. From now on,
+    :func:`report_lost` does nothing."""
+    # Another process that is lost after this has presumably ended for the same reason.
     _state.is_ending = _state.is_decided = True
 
 

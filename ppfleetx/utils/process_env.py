@@ -1,5 +1,5 @@
-"""Settings of a process that make Paddle faster on CPUs, to be made before Paddle's first matrix product.
-``PPFLEETX_TUNE_CPU=0`` disables them. ``docs/numerics.md`` has measurements."""
+"""Settings of a process that make Paddle faster on CPUs. They must be made before Paddle's first matrix
+product. ``PPFLEETX_TUNE_CPU=0`` disables them. ``docs/numerics.md`` has measurements."""
 
 from __future__ import annotations
 

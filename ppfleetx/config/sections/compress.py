@@ -255,7 +255,7 @@ class DistillConfig(Section):
     """Distillation: the model (the student) also learns from the outputs of a teacher (Hinton et al., 2015).
 
     The loss of a token is `hard_weight * cross_entropy + soft_weight * temperature^2 * divergence`. The
-    divergence is that of the student's distribution from the teacher's, both at `temperature`.
+    divergence is KL(p || q), where p and q are the distributions of teacher and student at `temperature`.
     """
 
     teacher: PathText

@@ -297,7 +297,7 @@ class TokenizerConfig(Section):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The keys among ``dir``, ``tokenizer_file`` and ``vocab_file`` that are set; a rule allows one."""
+        """The keys among ``dir``, ``tokenizer_file`` and ``vocab_file`` that are set. Only one may be set."""
         return tuple(key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None)
 
     def violations(self) -> Iterator[RuleError]:

@@ -33,7 +33,8 @@ READ_BY = {
 
 
 def _id_of_text(value: Any) -> Any:
-    """Validator that converts a token id in quotes, as the keys of JSON objects are, to a number."""
+    """Validator that converts a token id written as text to a number. Keys of JSON objects are always
+    text."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 

@@ -319,8 +319,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """A copy of the section ``moe`` for comparing models: models with the same network have equal copies.
-        None if the model is dense."""
+        """The section ``moe`` in a normalized form, which is equal for two models with the same network. None
+        if the model is dense."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -370,7 +370,8 @@ class ModelConfig(Section):
     def matrix_std(self) -> float:
         """The standard deviation of the initial weight matrices of the blocks.
 
-        With ``scale_output_init``, output projections have a smaller one, which is computed from this value.
+        With ``scale_output_init``, output projections start with a smaller standard deviation, computed from
+        this one.
         """
         return self.initializer_range / self.width_multiplier**0.5
 

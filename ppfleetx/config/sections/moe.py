@@ -53,7 +53,8 @@ class RouterConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """An MLP that every position uses in addition to its experts, as wide as all shared experts together."""
+    """The shared experts, as one MLP that every position uses in addition to its chosen experts. `ffn_size`
+    is the width of all shared experts together."""
 
     ffn_size: Size
     """Inner width."""
@@ -138,8 +139,8 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """Return a copy of this section for comparing networks. Sections that describe the same network give
-        equal copies."""
+        """Return a normalized copy of this section. Two sections that describe the same network have equal
+        normalized copies."""
         default = type(self).model_fields
         return self.model_copy(
             update={

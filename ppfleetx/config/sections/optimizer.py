@@ -170,7 +170,8 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """Parameters with training settings of their own. The first group that matches a parameter counts."""
+    """A group of parameters with its own training settings. A parameter belongs to the first group that
+    matches."""
 
     parameters: Text | tuple[Text, ...] | None = None
     """Patterns for canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`; null: all

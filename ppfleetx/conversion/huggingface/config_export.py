@@ -70,8 +70,8 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If all layers have experts, set the unused width of dense MLPs to that of the experts, because some
-    model types have one key for both."""
+    """If all layers have experts, set the width of dense MLPs, which is then unused, to the width of an
+    expert. Some model types have one key for both widths."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model

@@ -196,8 +196,8 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a ``config.json``. If it has keys of Paddle's libraries, the keys that transformers
-    does not need are left out, and ``tie_word_embeddings``, which these libraries may omit, is set.
+    """Return a copy of a ``config.json``. If it has keys of Paddle's libraries, remove the keys that
+    transformers does not need, and set ``tie_word_embeddings``.
 
     Args:
         keys: the result of :func:`model_keys` for ``config``.

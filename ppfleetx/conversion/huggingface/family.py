@@ -304,8 +304,8 @@ PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1. It
-    is None if there is no window, or if the window covers all positions of the model."""
+    """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1.
+    The value is None if there is no window, or if the window covers all positions of the model."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -384,7 +384,8 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """Convert rotary settings in which layers with a sliding window have a rotary base of their own.
+    """Convert rotary settings in which layers with a sliding window and other layers have different rotary
+    bases.
 
     Args:
         config: the ``config.json``.

@@ -33,8 +33,8 @@ class Stored:
     """The tensors of a model directory, with the names and shapes that the files have.
 
     Attributes:
-        formats: the ``format`` values in the metadata of the safetensors files, such as `pt`. None stands for
-            a file without this value, `pt` also for a PyTorch pickle, and `pdparams` for a Paddle pickle.
+        formats: the formats of the files: `pt` for a PyTorch pickle, `pdparams` for a Paddle pickle. For a
+            safetensors file, the ``format`` in its metadata, such as `pt`; None if it has none.
     """
 
     tensors: dict[str, LazyTensor]

@@ -116,8 +116,8 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """Return how each of our parameters is made of Hugging Face's tensors, in model order. Raises UserError
-    if the network is not supported."""
+    """Return a rule for each of our parameters, in model order: how it is made from Hugging Face's tensors.
+    Raises UserError if the network is not supported."""
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]

@@ -244,9 +244,9 @@ class _Turns:
         return found
 
     def _span_by_difference(self, number: int) -> Span | None:
-        """Return the span of the message with index ``number``, found by rendering the conversation up to
-        this message, once with it, and once with a generation prompt in its place. Returns None if the whole
-        text does not begin with both renderings, or if the message is the first."""
+        """Find the span of the message with index ``number`` from two renderings of the conversation up to
+        this message: one with the message, and one with a generation prompt in its place. Returns None if the
+        whole text does not begin with both renderings, or if the message is the first."""
         if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -290,8 +290,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Find the generation prompt, or else the longest beginning of it, in ``text``, which the template
-        writes before the content of an answer. Returns the offset where it ends; 0 if there is none."""
+        """Return the offset in ``text`` where the generation prompt ends. If ``text`` has only the beginning
+        of the prompt, return where that ends; 0 if it has no part of it. The template writes this prompt
+        before an answer."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -127,7 +127,7 @@ class Chunk:
     Attributes:
         paths: the files that contain the documents.
         data: the text of the documents. None if the worker reads ``paths`` itself, or if the chunk stands for
-            one document that is too long, which is skipped.
+            a single document that is too long and is skipped.
         num_disk_bytes: size of the chunk in the file on disk, for the progress bar.
     """
 

@@ -104,10 +104,10 @@ class EvaluationSet(Protocol):
 
 
 class SlidingWindows:
-    """Overlapping windows over a text, for its perplexity. Windows have at most ``max_seq_len`` labels and
-    begin ``stride`` tokens apart, at most ``max_seq_len``. Each token except the first is scored exactly
-    once, in the first window that has it as a label. ``num_words`` is the number of words in the file, and
-    ``detokenizer`` names the rules by which it was detokenized."""
+    """Overlapping windows over a text, for its perplexity. Windows have at most ``max_seq_len`` labels, and a
+    window begins every ``stride`` tokens. Each token except the first is scored exactly once, in the first
+    window that has it as a label. ``num_words`` is the number of words in the file, and ``detokenizer`` names
+    the rules by which it was detokenized."""
 
     def __init__(
         self, ids: np.ndarray, max_seq_len: int, stride: int, *, num_words: int, detokenizer: str
@@ -132,8 +132,9 @@ class SlidingWindows:
 
 
 class LastWords:
-    """The windows of a cloze evaluation, one per text, the longest first. The last word of each text (without
-    ``cloze_strict``: the last token) is to be predicted. ``order`` has the original index of each text."""
+    """The windows of a cloze evaluation, one per text, the longest first. The model is to predict the last
+    word of each text or, without ``cloze_strict``, the last token. ``order`` has the index of each window's
+    text in the file."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
         # The texts of a batch have similar lengths, and so little padding.

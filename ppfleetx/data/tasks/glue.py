@@ -31,7 +31,8 @@ class GlueTask:
         texts, label: the column headers of the one or two sentences, and of the label.
         labels: the possible labels, in the order of the classes; empty for a regression.
         headerless: column numbers by column header, for files without a header line.
-        has_bad_rows: whether to skip rows with a wrong number of fields in files that are read with labels.
+        has_bad_rows: whether files of the task have rows with a wrong number of fields. They are skipped when
+            labels are read.
         original: the files of the original data set by part (train, dev, test), read if there is no
             ``{part}.tsv``.
     """

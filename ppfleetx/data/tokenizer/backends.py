@@ -347,8 +347,8 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens of two or more bytes that are not in ``live``, the tokens that merges produce
-    (`live_ranks`). Raises Unsupported if tiktoken would join two tokens to one that is not in ``live``."""
+    """Return the tokens of two or more bytes that no merge produces: those that are not in ``live``
+    (`live_ranks`). Raises Unsupported if tiktoken would make such a token by joining two others."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

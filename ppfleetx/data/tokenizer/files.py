@@ -111,12 +111,16 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return a tokenizer's files with the chat templates in the folder ``additional_chat_templates/`` of
-    ``directory`` copied into ``tokenizer_config.json``. ``texts`` are the contents of the files by name. In
-    the result, the entry ``chat_template`` of ``tokenizer_config.json`` lists the templates of the folder
-    and, as ``default``, the one from ``chat_template.jinja``, which is itself left out. If the folder has no
-    templates, ``texts`` is returned unchanged. Raises DataError if there are too many templates or a file is
-    damaged."""
+    """Copy the chat templates of the folder ``additional_chat_templates/`` in ``directory`` into the entry
+    ``chat_template`` of ``tokenizer_config.json``. The template in ``chat_template.jinja`` moves into this
+    entry, too, under the name ``default``.
+
+    Args:
+        texts: the contents of a tokenizer's files, by file name.
+
+    Returns the new contents, by file name; ``texts`` itself if the folder has no templates. Raises DataError
+    if there are too many templates or a file is damaged.
+    """
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts

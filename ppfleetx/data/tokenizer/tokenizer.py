@@ -59,7 +59,7 @@ class ByteStreamDecoder:
 
 class TextStreamDecoder:
     """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
-    earlier tokens. The parameter ``after`` has the ids before the first id to decode, such as a prompt."""
+    earlier tokens. ``after`` has the ids that precede the first id to decode, such as a prompt."""
 
     def __init__(
         self,

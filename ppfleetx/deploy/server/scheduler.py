@@ -38,8 +38,8 @@ _RETRY_SECONDS = 1
 
 class ServedModel:
     """The running batch and the prefix cache of the base model, or of the base model with one LoRA adapter.
-    ``name`` is its name in requests and metrics. ``max_prefix_tokens`` is the size of the prefix cache in
-    positions."""
+    ``name`` is the name of the model or adapter in requests and metrics. ``max_prefix_tokens`` is the size of
+    the prefix cache in positions."""
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name

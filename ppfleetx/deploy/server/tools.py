@@ -109,8 +109,8 @@ class AnswerText:
         return sure
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """End the answer. Returns the rest of the text before the first tool call, or the whole rest if there
-        is no call, and the calls in OpenAI's format."""
+        """End the answer. Returns the text that was not sent yet, up to the first tool call if there is one,
+        and the calls in OpenAI's format."""
         begin, calls = self._calls()
         content = self._text[: begin if calls else None]
         return content[self._num_sent :], calls

@@ -57,8 +57,9 @@ class GroupedMatrix:
 
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Repeat the row ``values[e]`` of each expert e ``counts[e]`` times. ``values`` is [experts, outputs].
-    The result is [rows, outputs]. The number of rows is that of ``x``, the sum of ``counts``."""
+    """Return a tensor [rows, outputs] with ``counts[e]`` copies of the row ``values[e]`` for each expert e.
+    ``values`` is [experts, outputs]. ``x`` has the same number of rows as the result, the sum of
+    ``counts``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 

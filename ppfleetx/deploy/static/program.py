@@ -173,7 +173,8 @@ class GenerationProgram(nn.Layer):
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """The file name of this program when it uses C++ operators. It depends on which ones are used."""
+        """The file name of this program when it uses C++ operators that store matrices in groups of ``width``
+        columns. It depends on which operators the program uses."""
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)

@@ -14,9 +14,9 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find where the last 1 to 3 tokens of ``history`` occurred before: the longest match, and among equally
-    long ones the latest. Returns the index of its last token, and its length (0: no match). ``history`` must
-    have at least 2 tokens."""
+    """Find where the last 1 to 3 tokens of ``history`` occurred before: the longest match or, of equally long
+    matches, the latest. Returns the index of the match's last token, and the length of the match (0: no
+    match). ``history`` must have at least 2 tokens."""
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
@@ -46,9 +46,13 @@ def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """Return the number of tokens to draft in the next pass, ``[1]``. If ``right``, the number of accepted
-    draft tokens, is at least ``width``, the number for the last pass, it is twice ``width``, at most
-    ``most``. Otherwise it is ``right``, at least 1."""
+    """Return the number of tokens to draft in the next pass, ``[1]``. If the last pass accepted ``right >=
+    width`` draft tokens, the number doubles, up to ``most``. Otherwise it becomes ``right``, but at least 1.
+
+    Args:
+        width: the number of tokens to draft in the last pass.
+        right: the number of draft tokens that the last pass accepted.
+    """
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 

@@ -165,7 +165,7 @@ def _rules(world_size: int | None) -> list[Rule]:
 
 
 def _refuse_two_answers(given: Sequence[Given]) -> None:
-    """Raise ConfigError if the file sets an option twice, under two of its names, to different values."""
+    """Raise ConfigError if the file gives an option two different values, under two names of the option."""
     seen: dict[str, Given] = {}
     for one in given:
         if one.value is None:
