@@ -184,8 +184,9 @@ def run_nanogpt(
 
 def profile(shape: str, args: argparse.Namespace) -> None:
     """Print operators by their share of the step, and the step's FLOP/s beside the best matrix product's."""
+    command = [sys.executable, __file__, "--worker", "profile", "--shapes", shape, "--steps", str(args.steps)]
     done = subprocess.run(
-        [sys.executable, __file__, "--worker", "profile", "--shapes", shape, "--steps", str(args.steps)],
+        [*command, "--dtype", args.dtype],
         env={**os.environ, "OMP_NUM_THREADS": str(args.threads)},
         stdout=subprocess.PIPE,
         text=True,
@@ -205,7 +206,7 @@ def run_profile(layers: int, hidden: int, heads: int, batch: int, args: argparse
     """Time by operator from Paddle's profiler, and the machine's best matrix product."""
     import tempfile
 
-    runner = make_runner(layers, hidden, heads)
+    runner = make_runner(layers, hidden, heads, args.dtype)
     from paddle import profiler
 
     step = make_step(runner, batch)

@@ -13,6 +13,7 @@ from paddle import _C_ops
 from paddle.autograd import PyLayer
 
 from ppfleetx.nn.chunked_loss import DeferredLogits
+from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.loss_output import LossOutput, Sum
 
 
@@ -53,6 +54,13 @@ def token_loss(
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
     """Return the cross entropy ``[...]`` of each token, from ``logits [..., columns]`` float32 and
     ``labels [...]`` int64. Without gradients, the result is float64, and NaN if a logit is not finite."""
+    if logits.place.is_cpu_place() and ops.are_available():
+        labels = labels.contiguous()
+        return (
+            _CpuEntropy.apply(logits, labels)
+            if paddle.is_grad_enabled()
+            else ops.cross_entropy(logits, labels)[0]
+        )
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
@@ -120,6 +128,20 @@ def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
     """Return 0 for each position of ``logits [s, b, columns]`` if its logits are all finite, else NaN."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
+
+
+class _CpuEntropy(PyLayer):
+    """Autograd function of the cross entropy by our own operators for CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
+        losses, logarithms = ops.cross_entropy(logits, labels)
+        ctx.save_for_backward(logits, labels, logarithms)
+        return losses.astype("float32")
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        return ops.cross_entropy_gradient(*ctx.saved_tensor(), upstream)
 
 
 class _HidePadding(PyLayer):

@@ -11,6 +11,7 @@ from paddle import _C_ops, nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.distributed.device import plugin_operator
+from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layers import trains_on_cpu
 
@@ -174,6 +175,9 @@ class _CpuNorm(PyLayer):
         # dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy. Only LayerNorm has the term
         # in brackets. Sums are matrix-vector products, which halve the time.
         x, weight = ctx.saved_tensor()
+        if ops.are_available():
+            found = ops.norm_gradients(x, weight, upstream, centered=ctx.centered, epsilon=ctx.epsilon)
+            return tuple(g if wanted else None for g, wanted in zip(found, ctx.wanted, strict=False))
         size = weight.shape[0]
         dy = upstream.reshape([-1, size])
         average = paddle.full([size, 1], 1.0 / size)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import paddle
 from paddle import Tensor
 
 from ppfleetx.config.sections.optimizer import Coefficients, MuonScale, OptimizerConfig
+from ppfleetx.distributed.device import computes_in, on_card
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.param_groups import MUON_RULES
@@ -95,29 +98,44 @@ class Muon(Rule):
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         rows, columns = matrix.shape[-2:]  # Paddle stores [in, out]; scales are defined for [out, in]
         cfg = self.muon
-        change = newton_schulz(matrix, cfg.steps, cfg.coefficients, cfg.epsilon)
+        low = cfg.newton_schulz_dtype == "auto" and _has_bfloat16()
+        change = newton_schulz(matrix, cfg.steps, cfg.coefficients, cfg.epsilon, in_bfloat16=low)
         return change * scale_of(cfg.scale, fan_out=columns, fan_in=rows)
 
 
-def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float) -> Tensor:
+@cache
+def _has_bfloat16() -> bool:
+    return computes_in("bfloat16") and (on_card() or bfloat16.are_available())
+
+
+def newton_schulz(
+    matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float, *, in_bfloat16: bool = False
+) -> Tensor:
     """Orthogonalize each matrix in ``[..., m, n]`` approximately by Newton-Schulz iterations: move its
     singular values close to 1 and keep its singular vectors.
 
     Each step uses one row of the table named ``coefficients``. If there are more steps than rows,
     ``polar_express`` repeats its last row, and other tables start again from the first row. A matrix is first
     divided by its norm, or by ``epsilon`` if that is greater.
+
+    Args:
+        in_bfloat16: whether to iterate in bfloat16. On a CPU, only the operands of products are rounded.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()
     x = matrix / paddle.clip(norm, min=epsilon)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.swapaxes(-2, -1) if is_tall else x
+    multiply = bfloat16.matmul if in_bfloat16 and not on_card() else paddle.matmul
+    if in_bfloat16 and on_card():
+        x = x.astype("bfloat16")
     for step in range(steps):
         # polar_express repeats its last row; the other tables start again from the first.
         row = min(step, len(table) - 1) if coefficients == "polar_express" else step % len(table)
         a, b, c = table[row]
-        gram = paddle.matmul(x, x, transpose_y=True)
-        x = a * x + paddle.matmul(b * gram + c * paddle.matmul(gram, gram), x)
+        gram = multiply(x, x, transpose_y=True)
+        x = a * x + multiply(b * gram + c * multiply(gram, gram), x)
+    x = x.astype(matrix.dtype)
     return x.swapaxes(-2, -1) if is_tall else x
 
 

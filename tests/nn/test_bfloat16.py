@@ -1,8 +1,11 @@
 """Products in bfloat16 on a CPU: values, gradients, and machines without them."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -10,6 +13,7 @@ from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget
 from ppfleetx.nn.cpu_ops import bfloat16
+from ppfleetx.nn.kernels import KernelOptions, attend
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.parallel import precision
@@ -103,6 +107,49 @@ def test_experts():
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-5)
     sums = [low_x[:3].sum(0), np.zeros(8), low_x[3:].sum(0)]
     np.testing.assert_allclose(weight.grad.numpy()[..., 0], sums, rtol=1e-5, atol=1e-5)
+
+
+@needs_operators
+@pytest.mark.parametrize(
+    ("heads", "length", "size", "value_size", "packed"),
+    [
+        ((2, 3, 1), 256, 64, 64, False),
+        ((2, 2, 3), 100, 32, 32, True),
+        ((1, 2, 2), 700, 24, 16, True),
+        ((1, 1, 1), 1, 8, 8, False),
+    ],
+)
+def test_attention(heads, length, size, value_size, packed):
+    """Output and gradients are those of the float32 kernel, but for the rounding of operands."""
+    batch, groups, _ = heads
+    shapes = [(*heads, length, size), (batch, groups, length, size), (batch, groups, length, value_size)]
+    start = None
+    if packed:
+        first = np.sort(np.random.default_rng(0).integers(0, length, (batch, length)), axis=1)
+        start = paddle.to_tensor(np.minimum(first, np.arange(length)))
+    found = []
+    for context in (nullcontext(), bfloat16.products()):
+        operands = [paddle.to_tensor(random(*shape), stop_gradient=False) for shape in shapes]
+        with context:
+            result = attend(*operands, start, nn.Dropout(0.0), KernelOptions())
+            result.backward(paddle.to_tensor(random(*heads, length, value_size)))
+        found.append([tensor.numpy() for tensor in (result, *(operand.grad for operand in operands))])
+    for exact, low in zip(*found, strict=True):
+        difference = np.linalg.norm(low - exact)
+        assert difference < 0.02 * np.linalg.norm(exact) + 1e-6
+        assert length == 1 or difference > 1e-5  # it has been rounded
+
+
+@needs_operators
+def test_attention_that_stays_in_float32():
+    operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 2, 1, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
+    for options in (KernelOptions(softcap=5.0), KernelOptions(kernel="reference")):
+        expected = attend(*operands, None, nn.Dropout(0.0), options).numpy()
+        with bfloat16.products():
+            np.testing.assert_array_equal(attend(*operands, None, nn.Dropout(0.0), options).numpy(), expected)
+    with bfloat16.products():
+        dropped = attend(*operands, None, nn.Dropout(0.5), KernelOptions())
+    assert not np.allclose(dropped.numpy(), attend(*operands, None, nn.Dropout(0.0), KernelOptions()).numpy())
 
 
 class _Head(ChunkedHead):

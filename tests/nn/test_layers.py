@@ -8,6 +8,7 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS, NORMS, ActivationTraits
+from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
@@ -42,8 +43,10 @@ def norm64(kind, x, gain, bias, eps):
 
 
 @pytest.mark.parametrize("kind", NORMS.names())
-@pytest.mark.parametrize("training", [True, False])
-def test_norm(kind, training):
+@pytest.mark.parametrize(("training", "compiled"), [(True, True), (True, False), (False, True)])
+def test_norm(kind, training, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(ops, "are_available", lambda: False)
     layer = LocalFactory().norm(NormSpec(kind, 10, 1e-3, gain=0.5))
     layer.train() if training else layer.eval()
     assert layer.weight.info.init == Constant(-0.5 if kind.endswith("1P") else 0.5)

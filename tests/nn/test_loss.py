@@ -5,6 +5,7 @@ import paddle
 import pytest
 
 from ppfleetx.nn import loss_output
+from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.loss import cross_entropy, token_loss
 from ppfleetx.nn.loss_output import as_loss_output
 from tests.parity.test_loss_chunks import _head
@@ -57,14 +58,38 @@ def test_so_is_one_in_pieces():
     assert found == pytest.approx([1.0, 1.0], rel=1e-7)
 
 
-def test_training_has_the_numbers_of_paddles_kernel():
-    logits, labels, _ = example(49_152)
-    tensors = paddle.to_tensor(logits), paddle.to_tensor(labels.T.copy())
-    tensors[0].stop_gradient = False
-    ours = cross_entropy(*tensors)
-    theirs = paddle.nn.functional.cross_entropy(tensors[0], tensors[1].unsqueeze(-1), reduction="none")
-    assert ours.dtype == paddle.float32 and not ours.stop_gradient
-    np.testing.assert_array_equal(ours.numpy(), theirs.squeeze(-1).numpy())
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("vocab", [7, 1030, 49_152])
+def test_loss_and_gradient_of_training(vocab, compiled, monkeypatch):
+    """A token with label -100 has neither loss nor gradient."""
+    if compiled and not ops.are_available():
+        pytest.skip("the operators are not compiled (python -m ppfleetx.nn.cpu_ops)")
+    monkeypatch.setattr(ops, "are_available", lambda: compiled)
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal([5, vocab]) * 3).astype(np.float32)
+    labels, upstream = rng.integers(0, vocab, 5), rng.standard_normal(5).astype(np.float32)
+    labels[1], upstream[3] = -100, 0.0
+    valid = labels >= 0
+    largest = logits.max(-1, keepdims=True).astype(np.float64)
+    sums = (np.log(np.exp(logits - largest).sum(-1, keepdims=True)) + largest)[:, 0]
+    own = logits[np.arange(5), np.maximum(labels, 0)]
+    gradient = np.exp(logits - sums[:, None])
+    gradient[np.arange(5)[valid], labels[valid]] -= 1.0
+    tensor = paddle.to_tensor(logits, stop_gradient=False)
+    losses = cross_entropy(tensor, paddle.to_tensor(labels))
+    losses.backward(paddle.to_tensor(upstream))
+    assert losses.dtype == paddle.float32
+    np.testing.assert_allclose(losses.numpy(), np.where(valid, sums - own, 0.0), rtol=2e-6, atol=2e-5)
+    expected = gradient * np.where(valid, upstream, 0.0)[:, None]
+    np.testing.assert_allclose(tensor.grad.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.skipif(not ops.are_available(), reason="the operators are not compiled")
+def test_the_operators_check_labels_and_keep_nan():
+    logits = paddle.to_tensor(np.full([2, 4], np.nan, np.float32), stop_gradient=False)
+    with pytest.raises(OSError, match="label 4"):
+        cross_entropy(logits, paddle.to_tensor([0, 4]))
+    assert np.isnan(cross_entropy(logits, paddle.to_tensor([0, 3])).numpy()).all()
 
 
 def test_a_pair_is_taken_for_one_more_version(monkeypatch):

@@ -16,6 +16,7 @@ from ppfleetx.core.module.gpt import GPTModule
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.attention_spec import qkv_parts
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import declare
@@ -85,6 +86,14 @@ def test_newton_schulz_equals_the_goldens(key):
     np.testing.assert_allclose(made.numpy(), GOLDENS[key], atol=1e-12)
     batch = newton_schulz(paddle.stack([2 * matrix, matrix]), int(steps), table, 1e-7)
     np.testing.assert_allclose(batch[1].numpy(), GOLDENS[key], atol=1e-12)
+
+
+@pytest.mark.skipif(not bfloat16.are_available(), reason="this CPU has no bfloat16 products")
+def test_newton_schulz_in_bfloat16():
+    matrix = paddle.to_tensor(GOLDENS["ns/x"].astype(np.float32))
+    exact, low = (newton_schulz(matrix, 5, "simple", 1e-7, in_bfloat16=low).numpy() for low in (False, True))
+    assert low.dtype == np.float32
+    assert 1e-4 < np.linalg.norm(low - exact) / np.linalg.norm(exact) < 0.02
 
 
 def made(cfg, model=MODEL):

@@ -157,6 +157,9 @@ class MuonConfig(Section):
     `heads`: each head of queries, keys and values separately; `none`: no split."""
     epsilon: PositiveFloat = 1e-7
     """Smallest norm that a matrix is divided by."""
+    newton_schulz_dtype: Literal["float32", "auto"] = "float32"
+    """Type of the operands of the iterations' products. `auto`: bfloat16 if the device computes in it, as
+    PyTorch's Muon does; else float32."""
 
     def violations(self) -> Iterator[RuleError]:
         rules = {"quintic": 5, "aol": 4}

@@ -1,67 +1,24 @@
-// Products of bfloat16 numbers with float32 sums, by the oneDNN that Paddle's wheel brings. bfloat16.py says
-// what they compute.
+// Operators for training in bfloat16 on a CPU. bfloat16.py says what they compute.
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <map>
-#include <tuple>
 #include <vector>
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#include "causal_attention.h"
+#include "onednn.h"
 
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/ext/tensor_compat.h"
 
-// The wheel has the library without its headers: what is used of its C interface (oneDNN 3).
-extern "C" {
-int dnnl_engine_create(void** engine, int kind, size_t index);
-int dnnl_stream_create(void** stream, void* engine, unsigned flags);
-int dnnl_memory_desc_create_with_strides(void** desc, int ndims, const int64_t* dims, int type, const int64_t* strides);
-int dnnl_memory_create(void** memory, const void* desc, void* engine, void* handle);
-int dnnl_memory_set_data_handle(void* memory, void* handle);
-int dnnl_matmul_primitive_desc_create(void** desc, void* engine, const void* source, const void* weights,
-                                      const void* bias, const void* destination, const void* attributes);
-int dnnl_primitive_create(void** primitive, const void* desc);
-struct Argument {
-  int index;
-  void* memory;
-};
-int dnnl_primitive_execute(const void* primitive, void* stream, int count, const Argument* arguments);
-int dnnl_stream_wait(void* stream);
-}
-
 namespace {
 
+using onednn::Round;
 using paddle::DataType;
 using paddle::Tensor;
 using Shape = std::vector<int64_t>;
 
-constexpr int kCpu = 1, kDefaultFlags = 1, kBfloat16 = 2, kFloat32 = 3;  // dnnl_types.h
-constexpr int kSource = 1, kDestination = 17, kWeights = 33, kBias = 41;
-
-void Check(int status) { PD_CHECK(status == 0, "oneDNN refuses a product, status ", status); }
-
-// ---- conversion: to the nearest, of two the even one ------------------------------------------------------------
-
-uint16_t Rounded(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-
-void Round(const float* from, int64_t count, uint16_t* to) {
-  int64_t i = 0;
-#if defined(__AVX512BF16__)
-  for (; i + 32 <= count; i += 32) {
-    const __m512bh pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
-    _mm512_storeu_si512(to + i, (__m512i)pair);
-  }
-#endif
-  for (; i < count; ++i) to[i] = Rounded(from[i]);
+const uint16_t* BitsOf(const Tensor& tensor) {
+  return reinterpret_cast<const uint16_t*>(tensor.data<paddle::bfloat16>());
 }
 
 uint16_t* BitsOf(Tensor& tensor) { return reinterpret_cast<uint16_t*>(tensor.data<paddle::bfloat16>()); }
@@ -79,54 +36,6 @@ Tensor InBfloat16(const Tensor& x) {
 }
 
 // ---- products ----------------------------------------------------------------------------------------------------
-
-struct Product {
-  void *primitive, *source, *weights, *bias, *destination;
-};
-
-void* Engine() {
-  static void* engine = [] {
-    void* made = nullptr;
-    Check(dnnl_engine_create(&made, kCpu, 0));
-    return made;
-  }();
-  return engine;
-}
-
-// [batch, rows, columns] stored row by row; if turned, stored as its transpose.
-void* Describe(const Shape& dims, bool turned, int type) {
-  const int64_t rows = dims[dims.size() - 2], columns = dims.back();
-  Shape strides = {rows * columns, turned ? 1 : columns, turned ? rows : 1};
-  if (dims.size() == 2) strides.erase(strides.begin());
-  void* desc = nullptr;
-  Check(dnnl_memory_desc_create_with_strides(&desc, dims.size(), dims.data(), type, strides.data()));
-  return desc;
-}
-
-void* MemoryOf(const void* desc) {
-  void* memory = nullptr;
-  Check(dnnl_memory_create(&memory, desc, Engine(), nullptr));
-  return memory;
-}
-
-using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, bool>;
-
-const Product& Prepared(const Key& key) {
-  thread_local std::map<Key, Product> prepared;  // one of each shape of a model
-  const auto found = prepared.find(key);
-  if (found != prepared.end()) return found->second;
-  const auto [batch, m, k, n, turn_x, turn_y, has_bias] = key;
-  const auto dims = [batch = batch](int64_t rows, int64_t columns) {
-    return batch == 1 ? Shape{rows, columns} : Shape{batch, rows, columns};
-  };
-  const void *x = Describe(dims(m, k), turn_x, kBfloat16), *y = Describe(dims(k, n), turn_y, kBfloat16);
-  const void *out = Describe(dims(m, n), false, kFloat32), *bias = has_bias ? Describe({1, n}, false, kFloat32) : nullptr;
-  void *desc = nullptr, *primitive = nullptr;
-  Check(dnnl_matmul_primitive_desc_create(&desc, Engine(), x, y, bias, out, nullptr));
-  Check(dnnl_primitive_create(&primitive, desc));
-  Product made{primitive, MemoryOf(x), MemoryOf(y), has_bias ? MemoryOf(bias) : nullptr, MemoryOf(out)};
-  return prepared.emplace(key, made).first->second;
-}
 
 struct Sizes {
   int64_t batch, m, k, n;
@@ -164,24 +73,9 @@ std::vector<Tensor> Matmul(const Tensor& x, const Tensor& y, const paddle::optio
     std::fill_n(out.data<float>(), out.numel(), 0.0f);
     return {out};
   }
-  Tensor left = InBfloat16(x), right = InBfloat16(y);
-  thread_local void* stream = [] {
-    void* made = nullptr;
-    Check(dnnl_stream_create(&made, Engine(), kDefaultFlags));
-    return made;
-  }();
-  const Product& product = Prepared({sizes.batch, sizes.m, sizes.k, sizes.n, turn_x, turn_y, bias.is_initialized()});
-  Check(dnnl_memory_set_data_handle(product.source, BitsOf(left)));
-  Check(dnnl_memory_set_data_handle(product.weights, BitsOf(right)));
-  Check(dnnl_memory_set_data_handle(product.destination, out.data<float>()));
-  std::vector<Argument> arguments = {
-      {kSource, product.source}, {kWeights, product.weights}, {kDestination, product.destination}};
-  if (bias) {
-    Check(dnnl_memory_set_data_handle(product.bias, const_cast<float*>(bias->data<float>())));
-    arguments.push_back({kBias, product.bias});
-  }
-  Check(dnnl_primitive_execute(product.primitive, stream, arguments.size(), arguments.data()));
-  Check(dnnl_stream_wait(stream));
+  const Tensor left = InBfloat16(x), right = InBfloat16(y);
+  onednn::Multiply({sizes.batch, sizes.m, sizes.k, sizes.n, turn_x, turn_y, bias.is_initialized()}, BitsOf(left),
+                   BitsOf(right), bias ? bias->data<float>() : nullptr, out.data<float>());
   return {out};
 }
 
@@ -228,6 +122,98 @@ std::vector<Tensor> CastAndSum(const Tensor& x) {
 std::vector<Shape> CastAndSumShape(const Shape& x) { return {x, {x.back()}}; }
 std::vector<DataType> CastAndSumType(DataType) { return {DataType::BFLOAT16, DataType::FLOAT32}; }
 
+// ---- causal attention --------------------------------------------------------------------------------------------
+
+// Queries are [b, g, r, s, d], keys [b, g, s, d], values [b, g, s, e].
+struct Heads {
+  int64_t count, per_group, groups;  // of all query heads, of those of a key/value head, and of key/value heads
+  causal_attention::Sizes sizes;
+  const int32_t* starts;
+
+  Heads(const Tensor& query, const Tensor& value, const paddle::optional<Tensor>& start, float scale) {
+    const Shape shape = query.shape();
+    per_group = shape[2], groups = shape[1], count = shape[0] * groups * per_group;
+    sizes = {shape[3], shape[4], value.shape().back(), scale, nullptr};
+    starts = start ? start->data<int32_t>() : nullptr;
+  }
+  causal_attention::Sizes Of(int64_t head) const {
+    auto its = sizes;
+    if (starts != nullptr) its.start = starts + head / (per_group * groups) * sizes.positions;
+    return its;
+  }
+  int64_t Size() const { return sizes.positions * sizes.width; }
+  int64_t ValueSize() const { return sizes.positions * sizes.value_width; }
+};
+
+void CheckAttention(const Tensor& query, const Tensor& key, const Tensor& value, const paddle::optional<Tensor>& start) {
+  const Shape q = query.shape(), k = key.shape(), v = value.shape();
+  PD_CHECK(q.size() == 5 && k == Shape({q[0], q[1], q[3], q[4]}) && v.size() == 4 && Shape(v.begin(), v.end() - 1) ==
+               Shape({q[0], q[1], q[3]}) && (!start || start->shape() == Shape({q[0], q[3]})),
+           "queries, keys and values do not fit");
+}
+
+std::vector<Tensor> Attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const paddle::optional<Tensor>& start, float scale) {
+  CheckAttention(query, key, value, start);
+  const Heads heads(query, value, start, scale);
+  Shape shape = query.shape();
+  auto logarithms = paddle::empty(Shape(shape.begin(), shape.end() - 1), DataType::FLOAT32, query.place());
+  shape.back() = heads.sizes.value_width;
+  auto out = paddle::empty(shape, DataType::FLOAT32, query.place());
+  const float *q = query.data<float>(), *k = key.data<float>(), *v = value.data<float>();
+  float *to = out.data<float>(), *sums = logarithms.data<float>();
+#pragma omp parallel for schedule(static)
+  for (int64_t head = 0; head < heads.count; ++head) {
+    const int64_t group = head / heads.per_group;
+    causal_attention::Forward(heads.Of(head), q + head * heads.Size(), k + group * heads.Size(),
+                              v + group * heads.ValueSize(), to + head * heads.ValueSize(),
+                              sums + head * heads.sizes.positions);
+  }
+  return {out, logarithms};
+}
+
+std::vector<Shape> AttentionShape(const Shape& query, const Shape&, const Shape& value, const paddle::optional<Shape>&,
+                                  float) {
+  Shape out = query;
+  out.back() = value.back();
+  return {out, {query.begin(), query.end() - 1}};
+}
+
+std::vector<DataType> AttentionType(DataType, DataType, DataType, const paddle::optional<DataType>&) {
+  return {DataType::FLOAT32, DataType::FLOAT32};
+}
+
+std::vector<Tensor> AttentionGrad(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const paddle::optional<Tensor>& start, const Tensor& out, const Tensor& logarithms,
+                                  const Tensor& upstream, float scale) {
+  const Heads heads(query, value, start, scale);
+  auto of_query = paddle::zeros(query.shape(), DataType::FLOAT32, query.place());
+  auto of_key = paddle::zeros(key.shape(), DataType::FLOAT32, query.place());
+  auto of_value = paddle::zeros(value.shape(), DataType::FLOAT32, query.place());
+  const float *q = query.data<float>(), *k = key.data<float>(), *v = value.data<float>();
+  const float *to = out.data<float>(), *sums = logarithms.data<float>(), *of_out = upstream.data<float>();
+  float *of_q = of_query.data<float>(), *of_k = of_key.data<float>(), *of_v = of_value.data<float>();
+#pragma omp parallel for schedule(static)
+  for (int64_t group = 0; group < heads.count / heads.per_group; ++group)
+    for (int64_t head = group * heads.per_group; head < (group + 1) * heads.per_group; ++head)
+      causal_attention::Backward(heads.Of(head), q + head * heads.Size(), k + group * heads.Size(),
+                                 v + group * heads.ValueSize(), to + head * heads.ValueSize(),
+                                 sums + head * heads.sizes.positions, of_out + head * heads.ValueSize(),
+                                 of_q + head * heads.Size(), of_k + group * heads.Size(),
+                                 of_v + group * heads.ValueSize());
+  return {of_query, of_key, of_value};
+}
+
+std::vector<Shape> AttentionGradShape(const Shape& query, const Shape& key, const Shape& value,
+                                      const paddle::optional<Shape>&, const Shape&, const Shape&, const Shape&, float) {
+  return {query, key, value};
+}
+
+std::vector<DataType> AttentionGradType(DataType, DataType, DataType, const paddle::optional<DataType>&, DataType,
+                                        DataType, DataType) {
+  return {DataType::FLOAT32, DataType::FLOAT32, DataType::FLOAT32};
+}
+
 }  // namespace
 
 PD_BUILD_OP(ppfleetx_bfloat16_matmul)
@@ -251,3 +237,19 @@ PD_BUILD_OP(ppfleetx_bfloat16_cast_and_sum)
     .SetKernelFn(PD_KERNEL(CastAndSum))
     .SetInferShapeFn(PD_INFER_SHAPE(CastAndSumShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(CastAndSumType));
+
+PD_BUILD_OP(ppfleetx_bfloat16_attention)
+    .Inputs({"Query", "Key", "Value", paddle::Optional("Start")})
+    .Outputs({"Out", "Logarithms"})
+    .Attrs({"scale: float"})
+    .SetKernelFn(PD_KERNEL(Attention))
+    .SetInferShapeFn(PD_INFER_SHAPE(AttentionShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AttentionType));
+
+PD_BUILD_OP(ppfleetx_bfloat16_attention_backward)
+    .Inputs({"Query", "Key", "Value", paddle::Optional("Start"), "Result", "Logarithms", "Upstream"})
+    .Outputs({"OfQuery", "OfKey", "OfValue"})
+    .Attrs({"scale: float"})
+    .SetKernelFn(PD_KERNEL(AttentionGrad))
+    .SetInferShapeFn(PD_INFER_SHAPE(AttentionGradShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(AttentionGradType));

@@ -1,6 +1,7 @@
-// Operators for decoding on a CPU. What they compute is said in ops.py.
+// Operators for decoding and training on a CPU. What they compute is said in ops.py.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "few_rows.h"
+#include "numbers.h"
 
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/ext/tensor_compat.h"
@@ -130,6 +132,157 @@ std::vector<paddle::DataType> NucleusType(paddle::DataType probabilities, paddle
   return {probabilities};
 }
 
+// ---- cross entropy and its gradient ------------------------------------------------------------------------------
+
+using numbers::kLanes;
+using numbers::Vector;
+
+constexpr int64_t kIgnored = -100;  // a label without a loss, as in Paddle
+constexpr int64_t kPiece = 1024;    // logits summed in float32, before float64
+
+// The logarithm of the sum of the exponentials.
+double LogSumExp(const float* logits, int64_t size) {
+  Vector most = Vector{} + logits[0];
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) most = numbers::Max(numbers::Load(logits + i), most);
+  float largest = logits[0], lanes[kLanes];
+  numbers::Store(lanes, most);
+  for (const float lane : lanes) largest = std::max(largest, lane);
+  for (; i < size; ++i) largest = std::max(largest, logits[i]);
+  double total = 0;
+  for (int64_t begin = 0; begin < size; begin += kPiece) {
+    const int64_t end = std::min(begin + kPiece, size);
+    Vector sum = {};
+    for (i = begin; i + kLanes <= end; i += kLanes) sum += numbers::Exp(numbers::Load(logits + i) - largest);
+    if (i < end) total += numbers::Sum(numbers::Exp(numbers::LoadFirst(logits + i, end - i, -INFINITY) - largest));
+    total += numbers::Sum(sum);
+  }
+  return largest + std::log(total);
+}
+
+std::vector<paddle::Tensor> CrossEntropy(const paddle::Tensor& logits, const paddle::Tensor& labels) {
+  const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
+  PD_CHECK(logits.is_cpu() && labels.is_cpu() && labels.numel() == rows, "labels do not fit");
+  auto losses = paddle::empty(labels.shape(), paddle::DataType::FLOAT64, logits.place());
+  auto logarithms = paddle::empty(labels.shape(), paddle::DataType::FLOAT32, logits.place());
+  const float* from = logits.data<float>();
+  const int64_t* label = labels.data<int64_t>();
+  for (int64_t row = 0; row < rows; ++row)
+    PD_CHECK(label[row] == kIgnored || (label[row] >= 0 && label[row] < columns), "label ", label[row],
+             " is not below the number of logits, ", columns);
+  double* loss = losses.data<double>();
+  float* logarithm = logarithms.data<float>();
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const double sum = LogSumExp(from + row * columns, columns);
+    logarithm[row] = sum;
+    loss[row] = label[row] == kIgnored ? 0.0 : sum - from[row * columns + label[row]];
+  }
+  return {losses, logarithms};
+}
+
+std::vector<paddle::Tensor> CrossEntropyGrad(const paddle::Tensor& logits, const paddle::Tensor& labels,
+                                             const paddle::Tensor& logarithms, const paddle::Tensor& upstream) {
+  const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
+  auto gradient = paddle::empty(logits.shape(), paddle::DataType::FLOAT32, logits.place());
+  const float *from = logits.data<float>(), *logarithm = logarithms.data<float>(), *factors = upstream.data<float>();
+  const int64_t* label = labels.data<int64_t>();
+  float* to = gradient.data<float>();
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const float factor = label[row] == kIgnored ? 0.0f : factors[row], sum = logarithm[row];
+    if (factor == 0.0f) {
+      std::fill_n(to + row * columns, columns, 0.0f);
+      continue;
+    }
+    numbers::Map(from + row * columns, columns, to + row * columns,
+                 [&](Vector x) { return numbers::Exp(x - sum) * factor; });
+    to[row * columns + label[row]] -= factor;
+  }
+  return {gradient};
+}
+
+using Shape = std::vector<int64_t>;
+
+std::vector<Shape> CrossEntropyShape(const Shape&, const Shape& labels) { return {labels, labels}; }
+std::vector<paddle::DataType> CrossEntropyType(paddle::DataType logits, paddle::DataType) {
+  return {paddle::DataType::FLOAT64, logits};
+}
+std::vector<Shape> CrossEntropyGradShape(const Shape& logits, const Shape&, const Shape&, const Shape&) {
+  return {logits};
+}
+std::vector<paddle::DataType> CrossEntropyGradType(paddle::DataType logits, paddle::DataType, paddle::DataType,
+                                                   paddle::DataType) {
+  return {logits};
+}
+
+// ---- the gradient of LayerNorm and RMSNorm -----------------------------------------------------------------------
+
+constexpr int64_t kBlock = 32;  // rows whose sums are taken by one thread: the result depends on no number of threads
+
+// Gradients of x [rows, size], and sums [size] for weight and bias, of a block of rows. With n the normalized row,
+// r the inverse deviation and g = dy w: dx = r (g - [mean g] - n mean(g n)), and RMSNorm has no term in brackets.
+void NormGradOfRows(const float* x, const float* weight, const float* dy, int64_t rows, int64_t size, bool centered,
+                    float epsilon, float* dx, float* of_weight, float* of_bias) {
+  const auto mean = [size](const auto& value) {
+    Vector sum = {};
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) sum += value(numbers::Load, i);
+    const auto rest = [&](const float* from) { return numbers::LoadFirst(from, size - i, 0.0f); };
+    return (numbers::Sum(sum) + (i < size ? numbers::Sum(value(rest, i)) : 0.0f)) / size;
+  };
+  for (; rows > 0; --rows, x += size, dy += size, dx += size) {
+    const float center = centered ? mean([&](const auto& load, int64_t i) { return load(x + i); }) : 0.0f;
+    float squares = 0;
+    {
+      Vector sum = {};
+      int64_t i = 0;
+      for (; i + kLanes <= size; i += kLanes) {
+        const Vector value = numbers::Load(x + i) - center;
+        sum += value * value;
+      }
+      for (; i < size; ++i) squares += (x[i] - center) * (x[i] - center);
+      squares += numbers::Sum(sum);
+    }
+    const float inverse = 1.0f / std::sqrt(squares / size + epsilon);
+    const float average =
+        centered ? mean([&](const auto& load, int64_t i) { return load(dy + i) * load(weight + i); }) : 0.0f;
+    const float along = mean([&](const auto& load, int64_t i) {
+                          return load(dy + i) * load(weight + i) * (load(x + i) - center);
+                        }) * inverse;
+    for (int64_t i = 0; i < size; ++i) {
+      const float normal = (x[i] - center) * inverse;
+      dx[i] = (dy[i] * weight[i] - average - normal * along) * inverse;
+      of_weight[i] += dy[i] * normal;
+      of_bias[i] += dy[i];
+    }
+  }
+}
+
+std::vector<paddle::Tensor> NormGrad(const paddle::Tensor& x, const paddle::Tensor& weight, const paddle::Tensor& dy,
+                                     bool centered, float epsilon) {
+  const int64_t size = weight.numel(), rows = x.numel() / size, blocks = (rows + kBlock - 1) / kBlock;
+  PD_CHECK(x.is_cpu() && x.shape().back() == size && dy.numel() == x.numel(), "the gradient does not fit");
+  auto dx = paddle::empty(x.shape(), x.dtype(), x.place());
+  auto of_weight = paddle::zeros({size}, x.dtype(), x.place()), of_bias = paddle::zeros({size}, x.dtype(), x.place());
+  std::vector<float> sums(2 * blocks * size);
+  const float *from = x.data<float>(), *w = weight.data<float>(), *up = dy.data<float>();
+  float* to = dx.data<float>();
+#pragma omp parallel for schedule(static)
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = block * kBlock, begin = first * size;
+    NormGradOfRows(from + begin, w, up + begin, std::min(kBlock, rows - first), size, centered, epsilon, to + begin,
+                   &sums[2 * block * size], &sums[(2 * block + 1) * size]);
+  }
+  float* totals[] = {of_weight.data<float>(), of_bias.data<float>()};
+  for (int64_t block = 0; block < 2 * blocks; ++block)
+    for (int64_t i = 0; i < size; ++i) totals[block % 2][i] += sums[block * size + i];
+  return {dx, of_weight, of_bias};
+}
+
+std::vector<Shape> NormGradShape(const Shape& x, const Shape& weight, const Shape&) { return {x, weight, weight}; }
+std::vector<paddle::DataType> NormGradType(paddle::DataType x, paddle::DataType, paddle::DataType) { return {x, x, x}; }
+
 }  // namespace
 
 PD_BUILD_OP(ppfleetx_few_rows)
@@ -153,3 +306,25 @@ PD_BUILD_OP(ppfleetx_nucleus)
     .SetKernelFn(PD_KERNEL(Nucleus))
     .SetInferShapeFn(PD_INFER_SHAPE(NucleusShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(NucleusType));
+
+PD_BUILD_OP(ppfleetx_cross_entropy)
+    .Inputs({"Logits", "Labels"})
+    .Outputs({"Losses", "Logarithms"})
+    .SetKernelFn(PD_KERNEL(CrossEntropy))
+    .SetInferShapeFn(PD_INFER_SHAPE(CrossEntropyShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(CrossEntropyType));
+
+PD_BUILD_OP(ppfleetx_cross_entropy_backward)
+    .Inputs({"Logits", "Labels", "Logarithms", "Upstream"})
+    .Outputs({"Gradient"})
+    .SetKernelFn(PD_KERNEL(CrossEntropyGrad))
+    .SetInferShapeFn(PD_INFER_SHAPE(CrossEntropyGradShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(CrossEntropyGradType));
+
+PD_BUILD_OP(ppfleetx_norm_backward)
+    .Inputs({"X", "Weight", "Upstream"})
+    .Outputs({"OfX", "OfWeight", "OfBias"})
+    .Attrs({"centered: bool", "epsilon: float"})
+    .SetKernelFn(PD_KERNEL(NormGrad))
+    .SetInferShapeFn(PD_INFER_SHAPE(NormGradShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(NormGradType));

@@ -1,4 +1,4 @@
-"""Our own C++ operators for decoding on a CPU. They are optional, and used if they have been compiled:
+"""Our own C++ operators for decoding and training on a CPU. They are optional, and used if they are compiled:
 
     python -m ppfleetx.nn.cpu_ops
 
@@ -106,3 +106,28 @@ def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor
     """Apply top-p to ``probabilities [b, vocabulary]`` (float32 on CPU) with our C++ operator. ``top_p`` is
     ``[1]`` float32. The result is that of :func:`ppfleetx.generation.processors.nucleus`."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]
+
+
+def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Return the cross entropy of each row of ``logits [..., columns]``, ``[...]`` float64, and the logarithm
+    of the sum of its exponentials, ``[...]`` float32, without gradients. Logits are float32 on a CPU. A row
+    with label -100 has loss 0."""
+    return tuple(_C_ops._run_custom_op("ppfleetx_cross_entropy", logits.detach(), labels))
+
+
+def cross_entropy_gradient(
+    logits: paddle.Tensor, labels: paddle.Tensor, logarithms: paddle.Tensor, upstream: paddle.Tensor
+) -> paddle.Tensor:
+    """Return the gradient of the logits of :func:`cross_entropy`, from its second result ``logarithms`` and
+    the gradient ``upstream`` of its losses, float32."""
+    operands = (logits.detach(), labels, logarithms, upstream.contiguous())
+    return _C_ops._run_custom_op("ppfleetx_cross_entropy_backward", *operands)[0]
+
+
+def norm_gradients(
+    x: paddle.Tensor, weight: paddle.Tensor, upstream: paddle.Tensor, *, centered: bool, epsilon: float
+) -> list[paddle.Tensor]:
+    """Return the gradients of ``x [..., size]``, the gain ``weight [size]`` and the bias of LayerNorm, or of
+    RMSNorm if not ``centered``, float32 on a CPU."""
+    operands = (x.detach(), weight.detach(), upstream.contiguous())
+    return _C_ops._run_custom_op("ppfleetx_norm_backward", *operands, centered, epsilon)

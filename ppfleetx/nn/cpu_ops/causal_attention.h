@@ -1,0 +1,135 @@
+// Causal attention of one head in bfloat16, without the whole matrix of scores.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "numbers.h"
+#include "onednn.h"
+
+namespace causal_attention {
+
+using numbers::kLanes;
+using numbers::Vector;
+
+struct Sizes {
+  int64_t positions, width, value_width;  // of a head
+  float scale;                            // of the scores
+  const int32_t* start;                   // the first position that each position attends to, or null
+  int64_t Start(int64_t row) const { return start == nullptr ? 0 : std::min<int64_t>(start[row], row); }
+};
+
+using Bits = std::vector<uint16_t>;
+using Floats = std::vector<float>;
+
+// Positions are taken in blocks: long enough for the products, short enough to skip most of what is masked.
+inline int64_t BlockOf(int64_t positions) { return std::max<int64_t>(64, (positions + 511) / 512 * 64); }
+
+// out = x y, x is [m, k], y [k, n]; stored transposed where turned.
+inline void Multiply(int64_t m, int64_t k, int64_t n, const uint16_t* x, bool turn_x, const uint16_t* y, bool turn_y,
+                     float* out) {
+  onednn::Multiply({1, m, k, n, turn_x, turn_y, false}, x, y, nullptr, out);
+}
+
+inline void Add(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+}
+
+// Turns the scores of a row into weights, in place; returns the logarithm of the sum of their exponentials.
+inline float Softmax(float* scores, int64_t count, float scale) {
+  float largest = scores[0];
+  for (int64_t i = 1; i < count; ++i) largest = std::max(largest, scores[i]);
+  numbers::Map(scores, count, scores, [&](Vector x) { return numbers::Exp((x - largest) * scale); });
+  Vector sums = {};
+  float sum = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sums += numbers::Load(scores + i);
+  for (; i < count; ++i) sum += scores[i];
+  sum += numbers::Sum(sums);
+  const float inverse = 1.0f / sum;
+  for (i = 0; i < count; ++i) scores[i] *= inverse;
+  return largest * scale + std::log(sum);
+}
+
+struct Head {
+  Bits query, key, value;
+  Head(const Sizes& sizes, const float* q, const float* k, const float* v) {
+    const auto low = [&](const float* from, int64_t width, Bits& to) {
+      to.resize(sizes.positions * width);
+      onednn::Round(from, to.size(), to.data());
+    };
+    low(q, sizes.width, query);
+    low(k, sizes.width, key);
+    low(v, sizes.value_width, value);
+  }
+};
+
+// out [positions, value width] and logarithms [positions] of the sums of exponentials.
+inline void Forward(const Sizes& sizes, const float* q, const float* k, const float* v, float* out, float* logarithms) {
+  const Head head(sizes, q, k, v);
+  const int64_t block = BlockOf(sizes.positions);
+  Floats scores(block * sizes.positions);
+  Bits weights(scores.size());
+  for (int64_t begin = 0; begin < sizes.positions; begin += block) {
+    const int64_t end = std::min(begin + block, sizes.positions), rows = end - begin;
+    Multiply(rows, sizes.width, end, &head.query[begin * sizes.width], false, head.key.data(), true, scores.data());
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t first = sizes.Start(begin + i), count = begin + i + 1 - first;
+      float* row = &scores[i * end];
+      logarithms[begin + i] = Softmax(row + first, count, sizes.scale);
+      std::fill_n(row, first, 0.0f);
+      std::fill(row + first + count, row + end, 0.0f);
+    }
+    onednn::Round(scores.data(), rows * end, weights.data());
+    Multiply(rows, end, sizes.value_width, weights.data(), false, head.value.data(), false,
+             out + begin * sizes.value_width);
+  }
+}
+
+// Adds the gradients of a head to those of queries, keys and values.
+inline void Backward(const Sizes& sizes, const float* q, const float* k, const float* v, const float* out,
+                     const float* logarithms, const float* upstream, float* of_q, float* of_k, float* of_v) {
+  const Head head(sizes, q, k, v);
+  const int64_t positions = sizes.positions, width = sizes.width, value_width = sizes.value_width;
+  const int64_t block = BlockOf(positions);
+  Bits low(positions * value_width);
+  onednn::Round(upstream, low.size(), low.data());
+  Floats rounded(value_width), mean(positions);  // mean: of the weights' gradients
+  for (int64_t i = 0; i < positions; ++i) {
+    for (int64_t j = 0; j < value_width; ++j) rounded[j] = onednn::FloatOf(low[i * value_width + j]);
+    mean[i] = numbers::Dot(out + i * value_width, rounded.data(), value_width);
+  }
+  Floats scores(positions * block), gradients(scores.size()), product(positions * std::max(width, value_width));
+  Bits weights(scores.size()), of_scores(scores.size());
+  for (int64_t begin = 0; begin < positions; begin += block) {
+    // The keys of this block, and the queries from there on.
+    const int64_t keys = std::min(block, positions - begin), rows = positions - begin;
+    const uint16_t *query = &head.query[begin * width], *key = &head.key[begin * width];
+    const uint16_t* of_out = &low[begin * value_width];
+    Multiply(rows, width, keys, query, false, key, true, scores.data());
+    Multiply(rows, value_width, keys, of_out, false, &head.value[begin * value_width], true, gradients.data());
+    for (int64_t i = 0; i < rows; ++i) {
+      float *row = &scores[i * keys], *gradient = &gradients[i * keys];
+      const float logarithm = logarithms[begin + i], average = mean[begin + i];
+      const int64_t first = std::clamp<int64_t>(sizes.Start(begin + i) - begin, 0, keys);
+      const int64_t last = std::min(i + 1, keys);
+      numbers::Map(row, keys, row, [&](Vector x) { return numbers::Exp(x * sizes.scale - logarithm); });
+      std::fill_n(row, first, 0.0f);
+      std::fill(row + last, row + keys, 0.0f);
+      for (int64_t j = 0; j < keys; ++j) gradient[j] = row[j] * (gradient[j] - average) * sizes.scale;
+    }
+    onednn::Round(scores.data(), rows * keys, weights.data());
+    onednn::Round(gradients.data(), rows * keys, of_scores.data());
+    Multiply(keys, rows, value_width, weights.data(), true, of_out, false, product.data());
+    Add(product.data(), keys * value_width, of_v + begin * value_width);
+    Multiply(keys, rows, width, of_scores.data(), true, query, false, product.data());
+    Add(product.data(), keys * width, of_k + begin * width);
+    Multiply(rows, keys, width, of_scores.data(), false, key, false, product.data());
+    Add(product.data(), rows * width, of_q + begin * width);
+  }
+}
+
+}  // namespace causal_attention

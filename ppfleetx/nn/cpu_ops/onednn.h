@@ -1,0 +1,140 @@
+// Products of bfloat16 matrices with float32 sums, by the oneDNN that Paddle's wheel brings, and the conversion to
+// bfloat16.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <tuple>
+#include <vector>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "paddle/phi/api/ext/op_meta_info.h"
+
+// The wheel has the library without its headers: what is used of its C interface (oneDNN 3).
+extern "C" {
+int dnnl_engine_create(void** engine, int kind, size_t index);
+int dnnl_stream_create(void** stream, void* engine, unsigned flags);
+int dnnl_memory_desc_create_with_strides(void** desc, int ndims, const int64_t* dims, int type, const int64_t* strides);
+int dnnl_memory_create(void** memory, const void* desc, void* engine, void* handle);
+int dnnl_memory_set_data_handle(void* memory, void* handle);
+int dnnl_matmul_primitive_desc_create(void** desc, void* engine, const void* source, const void* weights,
+                                      const void* bias, const void* destination, const void* attributes);
+int dnnl_primitive_create(void** primitive, const void* desc);
+struct Argument {
+  int index;
+  void* memory;
+};
+int dnnl_primitive_execute(const void* primitive, void* stream, int count, const Argument* arguments);
+int dnnl_stream_wait(void* stream);
+}
+
+namespace onednn {
+
+using Shape = std::vector<int64_t>;
+
+constexpr int kCpu = 1, kDefaultFlags = 1, kBfloat16 = 2, kFloat32 = 3;  // dnnl_types.h
+constexpr int kSource = 1, kDestination = 17, kWeights = 33, kBias = 41;
+
+inline void Check(int status) { PD_CHECK(status == 0, "oneDNN refuses a product, status ", status); }
+
+// ---- conversion: to the nearest, of two the even one ------------------------------------------------------------
+
+inline uint16_t Rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+inline float FloatOf(uint16_t bfloat16) {
+  const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void Round(const float* from, int64_t count, uint16_t* to) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + 32 <= count; i += 32) {
+    const __m512bh pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+    _mm512_storeu_si512(to + i, (__m512i)pair);
+  }
+#endif
+  for (; i < count; ++i) to[i] = Rounded(from[i]);
+}
+
+// ---- products ----------------------------------------------------------------------------------------------------
+
+struct Product {
+  void *primitive, *source, *weights, *bias, *destination;
+};
+
+inline void* Engine() {
+  static void* engine = [] {
+    void* made = nullptr;
+    Check(dnnl_engine_create(&made, kCpu, 0));
+    return made;
+  }();
+  return engine;
+}
+
+// [batch, rows, columns] stored row by row; if turned, stored as its transpose.
+inline void* Describe(const Shape& dims, bool turned, int type) {
+  const int64_t rows = dims[dims.size() - 2], columns = dims.back();
+  Shape strides = {rows * columns, turned ? 1 : columns, turned ? rows : 1};
+  if (dims.size() == 2) strides.erase(strides.begin());
+  void* desc = nullptr;
+  Check(dnnl_memory_desc_create_with_strides(&desc, dims.size(), dims.data(), type, strides.data()));
+  return desc;
+}
+
+inline void* MemoryOf(const void* desc) {
+  void* memory = nullptr;
+  Check(dnnl_memory_create(&memory, desc, Engine(), nullptr));
+  return memory;
+}
+
+using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, bool>;
+
+inline const Product& Prepared(const Key& key) {
+  thread_local std::map<Key, Product> prepared;  // one of each shape of a model
+  const auto found = prepared.find(key);
+  if (found != prepared.end()) return found->second;
+  const auto [batch, m, k, n, turn_x, turn_y, has_bias] = key;
+  const auto dims = [batch = batch](int64_t rows, int64_t columns) {
+    return batch == 1 ? Shape{rows, columns} : Shape{batch, rows, columns};
+  };
+  const void *x = Describe(dims(m, k), turn_x, kBfloat16), *y = Describe(dims(k, n), turn_y, kBfloat16);
+  const void *out = Describe(dims(m, n), false, kFloat32), *bias = has_bias ? Describe({1, n}, false, kFloat32) : nullptr;
+  void *desc = nullptr, *primitive = nullptr;
+  Check(dnnl_matmul_primitive_desc_create(&desc, Engine(), x, y, bias, out, nullptr));
+  Check(dnnl_primitive_create(&primitive, desc));
+  Product made{primitive, MemoryOf(x), MemoryOf(y), has_bias ? MemoryOf(bias) : nullptr, MemoryOf(out)};
+  return prepared.emplace(key, made).first->second;
+}
+
+// out = x y + bias, float32. x is [batch, m, k], y [batch, k, n]; stored transposed where turned.
+inline void Multiply(const Key& key, const uint16_t* x, const uint16_t* y, const float* bias, float* out) {
+  thread_local void* stream = [] {
+    void* made = nullptr;
+    Check(dnnl_stream_create(&made, Engine(), kDefaultFlags));
+    return made;
+  }();
+  const Product& product = Prepared(key);
+  Check(dnnl_memory_set_data_handle(product.source, const_cast<uint16_t*>(x)));
+  Check(dnnl_memory_set_data_handle(product.weights, const_cast<uint16_t*>(y)));
+  Check(dnnl_memory_set_data_handle(product.destination, out));
+  Argument arguments[] = {
+      {kSource, product.source}, {kWeights, product.weights}, {kDestination, product.destination}, {kBias, product.bias}};
+  if (bias != nullptr) Check(dnnl_memory_set_data_handle(product.bias, const_cast<float*>(bias)));
+  Check(dnnl_primitive_execute(product.primitive, stream, bias == nullptr ? 3 : 4, arguments));
+  Check(dnnl_stream_wait(stream));
+}
+
+}  // namespace onednn
