@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch) at equal shapes.
+"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch) or transformers' Trainer at equal shapes.
 
     python benchmarks/throughput.py --nanogpt DIR [--peer-python PYTHON] [--threads 1] [--pairs 3]
                                     [--dtype bfloat16] [--peer-dtype bfloat16] [--peer-compile]
+    python benchmarks/throughput.py --trainer [...]
 
-DIR is a checkout of nanoGPT; PYTHON an interpreter that has PyTorch. Each pair runs both programs one
-after the other in processes of their own, on the same cores, and compares tokens per CPU second (time
-of the process on all its threads, which other jobs on the machine disturb less than the clock on the
-wall). Both do what their trainers do in a step: forward, backward, clipping to norm 1, AdamW.
+DIR is a checkout of nanoGPT; PYTHON an interpreter that has PyTorch, and transformers for ``--trainer``.
+Each pair runs both programs one after the other in processes of their own, on the same cores, and compares
+tokens per CPU second (time of the process on all its threads, which other jobs on the machine disturb less
+than the clock on the wall). Both do what their trainers do in a step: forward, backward, clipping to norm 1,
+AdamW.
 
-Without ``--nanogpt`` only this project is measured. ``--profile`` adds a table of where the step's time
+Without either only this project is measured. ``--profile`` adds a table of where the step's time
 goes and compares the whole step with the best float32 matrix product of the machine.
 """
 
@@ -34,20 +36,26 @@ SHAPES = {"12x768": (12, 768, 12, 4), "6x384": (6, 384, 6, 8)}  # layers, hidden
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to compare with")
+    parser.add_argument("--trainer", action="store_true", help="compare with the Trainer of transformers")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with PyTorch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=3)
     types = ["float32", "bfloat16"]
     parser.add_argument("--dtype", choices=types, default="float32", help="of this project's products")
     parser.add_argument("--peer-dtype", choices=types, default="float32", help="bfloat16: by autocast")
-    parser.add_argument("--peer-compile", action="store_true", help="nanoGPT with torch.compile")
+    parser.add_argument("--peer-compile", action="store_true", help="the peer with torch.compile")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each run, after two untimed")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--profile", action="store_true", help="say where the step's time goes")
-    parser.add_argument("--worker", choices=["ours", "nanogpt", "profile"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["ours", "nanogpt", "trainer", "profile"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker = {"ours": run_ours, "nanogpt": run_nanogpt, "profile": run_profile}
+        worker = {
+            "ours": run_ours,
+            "nanogpt": run_nanogpt,
+            "trainer": run_trainer,
+            "profile": run_profile,
+        }
         print(json.dumps(worker[args.worker](*SHAPES[args.shapes[0]], args)))
         return
     for shape in args.shapes:
@@ -63,9 +71,10 @@ def compare(shape: str, args: argparse.Namespace) -> None:
     for _ in range(args.pairs):
         ours = spawn("ours", sys.executable, shape, args)
         row = {"ours": ours}
-        if args.nanogpt:
-            row["nanogpt"] = spawn("nanogpt", args.peer_python, shape, args)
-            ratios.append(ours["tokens_per_cpu_s"] / row["nanogpt"]["tokens_per_cpu_s"])
+        peer = "nanogpt" if args.nanogpt else "trainer" if args.trainer else None
+        if peer:
+            row[peer] = spawn(peer, args.peer_python, shape, args)
+            ratios.append(ours["tokens_per_cpu_s"] / row[peer]["tokens_per_cpu_s"])
         rows.append(row)
     for name in rows[0]:
         cpu = [row[name]["tokens_per_cpu_s"] for row in rows]
@@ -180,6 +189,58 @@ def run_nanogpt(
         loss.item()
 
     return measure(step, batch * SEQ, args.steps)
+
+
+def run_trainer(
+    layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace
+) -> dict[str, float]:
+    """Steps of transformers' Trainer, with a GPT-2 of this shape and random tokens."""
+    import tempfile
+
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    torch.set_num_threads(args.threads)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    rows = torch.randint(0, VOCAB, (batch * (args.steps + 2), SEQ))
+    times = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.start = time.process_time(), time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            times.append((time.process_time() - self.start[0], time.perf_counter() - self.start[1]))
+
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = TrainingArguments(
+            output_dir=directory,
+            per_device_train_batch_size=batch,
+            num_train_epochs=1,
+            use_cpu=True,
+            bf16=args.peer_dtype == "bfloat16",
+            torch_compile=args.peer_compile,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[Clock()]).train()
+    cpu, wall = zip(*times[2:], strict=True)
+    tokens = batch * SEQ
+    return {
+        "tokens_per_cpu_s": tokens / statistics.median(cpu),
+        "tokens_per_s": tokens / statistics.median(wall),
+    }
 
 
 def profile(shape: str, args: argparse.Namespace) -> None:
