@@ -11,6 +11,8 @@ from paddle import _C_ops, nn
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.distributed.device import lacks_kernel
+from ppfleetx.nn.cpu_ops import ops
+from ppfleetx.nn.layers import trains_on_cpu
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.stage import LayerFactory
 
@@ -19,6 +21,8 @@ _PROBE_WIDTH = 8  # width of the tensor that checks an activation's output shape
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     """GELU with the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
+    if trains_on_cpu(x) and x.dtype == paddle.float32 and ops.are_available():
+        return ops.gelu_tanh(x)
     return F.gelu(x, approximate=True)
 
 

@@ -134,6 +134,7 @@ std::vector<paddle::DataType> NucleusType(paddle::DataType probabilities, paddle
 
 // ---- cross entropy and its gradient ------------------------------------------------------------------------------
 
+using Shape = std::vector<int64_t>;
 using numbers::kLanes;
 using numbers::Vector;
 
@@ -202,8 +203,6 @@ std::vector<paddle::Tensor> CrossEntropyGrad(const paddle::Tensor& logits, const
   return {gradient};
 }
 
-using Shape = std::vector<int64_t>;
-
 std::vector<Shape> CrossEntropyShape(const Shape&, const Shape& labels) { return {labels, labels}; }
 std::vector<paddle::DataType> CrossEntropyType(paddle::DataType logits, paddle::DataType) {
   return {paddle::DataType::FLOAT64, logits};
@@ -215,6 +214,48 @@ std::vector<paddle::DataType> CrossEntropyGradType(paddle::DataType logits, padd
                                                    paddle::DataType) {
   return {logits};
 }
+
+// ---- the tanh form of GELU: x s(x) with s(x) = 1 / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3) --------------
+
+constexpr int64_t kStretch = 1 << 14;  // numbers of one thread
+
+template <class Of>
+paddle::Tensor ForEach(const paddle::Tensor& x, const Of& of) {
+  auto out = paddle::empty(x.shape(), x.dtype(), x.place());
+  float* to = out.data<float>();
+  const int64_t count = x.numel();
+#pragma omp parallel for schedule(static)
+  for (int64_t begin = 0; begin < count; begin += kStretch) of(begin, std::min(kStretch, count - begin), to + begin);
+  return out;
+}
+
+std::vector<paddle::Tensor> Gelu(const paddle::Tensor& x) {
+  PD_CHECK(x.is_cpu(), "this operator runs on a CPU");
+  const float* from = x.data<float>();
+  return {ForEach(x, [&](int64_t begin, int64_t count, float* to) {
+    numbers::Map(from + begin, count, to, [](Vector x) { return numbers::GeluTanh(x); });
+  })};
+}
+
+Vector GeluSlope(Vector x) {
+  const Vector square = x * x, s = 1.0f / (1.0f + numbers::Exp(-x * (1.59576912f + 0.0713548163f * square)));
+  return s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * square);
+}
+
+std::vector<paddle::Tensor> GeluGrad(const paddle::Tensor& x, const paddle::Tensor& upstream) {
+  return {ForEach(x, [from = x.data<float>(), up = upstream.data<float>()](int64_t begin, int64_t count, float* to) {
+    int64_t i = begin;
+    for (; i + kLanes <= begin + count; i += kLanes, to += kLanes)
+      numbers::Store(to, GeluSlope(numbers::Load(from + i)) * numbers::Load(up + i));
+    const int64_t rest = begin + count - i;
+    if (rest > 0)
+      numbers::StoreFirst(to, rest, GeluSlope(numbers::LoadFirst(from + i, rest, 0.0f)) *
+                                        numbers::LoadFirst(up + i, rest, 0.0f));
+  })};
+}
+
+std::vector<Shape> GeluShape(const Shape& x) { return {x}; }
+std::vector<paddle::DataType> GeluType(paddle::DataType x) { return {x}; }
 
 // ---- the gradient of LayerNorm and RMSNorm -----------------------------------------------------------------------
 
@@ -328,3 +369,15 @@ PD_BUILD_OP(ppfleetx_norm_backward)
     .SetKernelFn(PD_KERNEL(NormGrad))
     .SetInferShapeFn(PD_INFER_SHAPE(NormGradShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(NormGradType));
+
+PD_BUILD_OP(ppfleetx_gelu)
+    .Inputs({"X"})
+    .Outputs({"Out"})
+    .SetKernelFn(PD_KERNEL(Gelu))
+    .SetInferShapeFn(PD_INFER_SHAPE(GeluShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(GeluType));
+
+PD_BUILD_GRAD_OP(ppfleetx_gelu)
+    .Inputs({"X", paddle::Grad("Out")})
+    .Outputs({paddle::Grad("X")})
+    .SetKernelFn(PD_KERNEL(GeluGrad));

@@ -124,6 +124,11 @@ def cross_entropy_gradient(
     return _C_ops._run_custom_op("ppfleetx_cross_entropy_backward", *operands)[0]
 
 
+def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
+    """The tanh form of GELU with its gradient, elementwise, float32 on a CPU."""
+    return _C_ops._run_custom_op("ppfleetx_gelu", x)[0]
+
+
 def norm_gradients(
     x: paddle.Tensor, weight: paddle.Tensor, upstream: paddle.Tensor, *, centered: bool, epsilon: float
 ) -> list[paddle.Tensor]:
