@@ -35,8 +35,9 @@ SHAPES = {"12x768": (12, 768, 12, 4), "6x384": (6, 384, 6, 8)}  # layers, hidden
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to compare with")
-    parser.add_argument("--trainer", action="store_true", help="compare with the Trainer of transformers")
+    peers = parser.add_mutually_exclusive_group()
+    peers.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to compare with")
+    peers.add_argument("--trainer", action="store_true", help="compare with the Trainer of transformers")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with PyTorch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=3)

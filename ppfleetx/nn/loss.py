@@ -54,13 +54,11 @@ def token_loss(
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
     """Return the cross entropy ``[...]`` of each token, from ``logits [..., columns]`` float32 and
     ``labels [...]`` int64. Without gradients, the result is float64, and NaN if a logit is not finite."""
-    if logits.place.is_cpu_place() and ops.are_available():
-        labels = labels.contiguous()
-        return (
-            _CpuEntropy.apply(logits, labels)
-            if paddle.is_grad_enabled()
-            else ops.cross_entropy(logits, labels)[0]
-        )
+    if logits.place.is_cpu_place() and logits.dtype == paddle.float32 and ops.are_available():
+        operands = logits, labels.astype("int64").contiguous()
+        if paddle.is_grad_enabled():
+            return _CpuEntropy.apply(*operands)
+        return ops.cross_entropy(*operands)[0] + _nothing_if_finite(logits).astype("float64")
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)

@@ -12,7 +12,6 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.distributed.device import lacks_kernel
 from ppfleetx.nn.cpu_ops import ops
-from ppfleetx.nn.layers import trains_on_cpu
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.stage import LayerFactory
 
@@ -21,7 +20,9 @@ _PROBE_WIDTH = 8  # width of the tensor that checks an activation's output shape
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     """GELU with the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
-    if trains_on_cpu(x) and x.dtype == paddle.float32 and ops.are_available():
+    # Also without gradients, because recomputation must give the same bits.
+    on_cpu = paddle.in_dynamic_mode() and x.place.is_cpu_place()
+    if on_cpu and x.dtype == paddle.float32 and ops.are_available():
         return ops.gelu_tanh(x)
     return F.gelu(x, approximate=True)
 

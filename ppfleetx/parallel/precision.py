@@ -2,7 +2,7 @@
 
 At level O1, parameters and gradients are float32, and ``auto_cast`` runs the operations of its list in 16
 bits. At level O2, parameters and usually activations are 16-bit, and the optimizer updates float32 master
-weights. On a CPU, both levels only round the operands of products with weights to bfloat16.
+weights. On a CPU, both levels only round the operands of products with weights and of attention to bfloat16.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Precision:
 
     Attributes:
         scaler: the loss scaler; None if no loss scale is needed.
-        products_alone: whether only products with weights use 16 bits, as on a CPU.
+        products_alone: whether only products with weights and attention use 16 bits, as on a CPU.
         keeps_casts: returns a context manager in which 16-bit copies of weights are kept.
 
     Raises:

@@ -141,6 +141,26 @@ def test_attention(heads, length, size, value_size, packed):
 
 
 @needs_operators
+def test_starts_before_and_behind_a_row():
+    operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 1, 1, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8))]
+    with bfloat16.products():
+        whole, early, late = (
+            attend(*operands, start, nn.Dropout(0.0), KernelOptions()).numpy()
+            for start in (None, paddle.full([1, 9], -3, "int64"), paddle.full([1, 9], 99, "int64"))
+        )
+    np.testing.assert_array_equal(early, whole)
+    np.testing.assert_allclose(late[0, 0, 0], rounded(operands[2].numpy())[0, 0], rtol=1e-6)
+
+
+@needs_operators
+def test_more_shapes_than_are_kept():
+    for rows in range(1, 300):
+        x, y = random(rows, 4), random(4, 3)
+        found = bfloat16.matmul(paddle.to_tensor(x), paddle.to_tensor(y)).numpy()
+        np.testing.assert_allclose(found, rounded(x) @ rounded(y), rtol=1e-5, atol=1e-5)
+
+
+@needs_operators
 def test_attention_that_stays_in_float32():
     operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 2, 1, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
     for options in (KernelOptions(softcap=5.0), KernelOptions(kernel="reference")):

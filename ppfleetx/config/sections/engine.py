@@ -84,7 +84,8 @@ class MixedPrecisionConfig(Section):
     """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
     """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 masters. On a
-    CPU they are the same: products with weights are computed in bfloat16, and everything else in float32."""
+    CPU they are the same: products with weights and attention are computed in bfloat16, everything else in
+    float32."""
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
     use_dynamic_loss_scaling: Bool = True

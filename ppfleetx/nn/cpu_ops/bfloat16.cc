@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "causal_attention.h"
@@ -145,6 +146,20 @@ struct Heads {
   int64_t ValueSize() const { return sizes.positions * sizes.value_width; }
 };
 
+// Calls of(i) for each i below count, on all threads. An exception must not leave a thread: it is thrown at the end.
+template <class Of>
+void InParallel(int64_t count, const Of& of) {
+  std::exception_ptr error;
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < count; ++i) try {
+      of(i);
+    } catch (...) {
+#pragma omp critical
+      error = std::current_exception();
+    }
+  if (error) std::rethrow_exception(error);
+}
+
 void CheckAttention(const Tensor& query, const Tensor& key, const Tensor& value, const paddle::optional<Tensor>& start) {
   const Shape q = query.shape(), k = key.shape(), v = value.shape();
   PD_CHECK(q.size() == 5 && k == Shape({q[0], q[1], q[3], q[4]}) && v.size() == 4 && Shape(v.begin(), v.end() - 1) ==
@@ -162,13 +177,12 @@ std::vector<Tensor> Attention(const Tensor& query, const Tensor& key, const Tens
   auto out = paddle::empty(shape, DataType::FLOAT32, query.place());
   const float *q = query.data<float>(), *k = key.data<float>(), *v = value.data<float>();
   float *to = out.data<float>(), *sums = logarithms.data<float>();
-#pragma omp parallel for schedule(static)
-  for (int64_t head = 0; head < heads.count; ++head) {
+  InParallel(heads.count, [&](int64_t head) {
     const int64_t group = head / heads.per_group;
     causal_attention::Forward(heads.Of(head), q + head * heads.Size(), k + group * heads.Size(),
                               v + group * heads.ValueSize(), to + head * heads.ValueSize(),
                               sums + head * heads.sizes.positions);
-  }
+  });
   return {out, logarithms};
 }
 
@@ -193,14 +207,14 @@ std::vector<Tensor> AttentionGrad(const Tensor& query, const Tensor& key, const 
   const float *q = query.data<float>(), *k = key.data<float>(), *v = value.data<float>();
   const float *to = out.data<float>(), *sums = logarithms.data<float>(), *of_out = upstream.data<float>();
   float *of_q = of_query.data<float>(), *of_k = of_key.data<float>(), *of_v = of_value.data<float>();
-#pragma omp parallel for schedule(static)
-  for (int64_t group = 0; group < heads.count / heads.per_group; ++group)
+  InParallel(heads.count / heads.per_group, [&](int64_t group) {
     for (int64_t head = group * heads.per_group; head < (group + 1) * heads.per_group; ++head)
       causal_attention::Backward(heads.Of(head), q + head * heads.Size(), k + group * heads.Size(),
                                  v + group * heads.ValueSize(), to + head * heads.ValueSize(),
                                  sums + head * heads.sizes.positions, of_out + head * heads.ValueSize(),
                                  of_q + head * heads.Size(), of_k + group * heads.Size(),
                                  of_v + group * heads.ValueSize());
+  });
   return {of_query, of_key, of_value};
 }
 

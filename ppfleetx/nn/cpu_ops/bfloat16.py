@@ -1,5 +1,5 @@
-"""Matrix products in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's wheel.
-Operands are rounded to bfloat16; sums and results are float32."""
+"""Matrix products and attention in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's
+wheel. Operands are rounded to bfloat16; sums and results are float32."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _entered = False
 
 @contextmanager
 def products() -> Iterator[None]:
-    """Context manager in which layers compute products with weights in bfloat16 (:func:`matmul`), like
-    ``auto_cast`` on a GPU. Backward passes use the same kind of product as their forward passes."""
+    """Context manager in which layers compute products with weights (:func:`matmul`) and attention
+    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward passes use the same kind of product
+    as their forward passes."""
     global _entered
     before, _entered = _entered, True
     try:
@@ -31,7 +32,7 @@ def products() -> Iterator[None]:
 
 
 def are_active() -> bool:
-    """Return whether layers compute products with weights in bfloat16, that is, inside :func:`products`."""
+    """Return whether layers compute in bfloat16, that is, whether this code runs inside :func:`products`."""
     return _entered
 
 

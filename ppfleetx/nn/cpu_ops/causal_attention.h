@@ -19,7 +19,7 @@ struct Sizes {
   int64_t positions, width, value_width;  // of a head
   float scale;                            // of the scores
   const int32_t* start;                   // the first position that each position attends to, or null
-  int64_t Start(int64_t row) const { return start == nullptr ? 0 : std::min<int64_t>(start[row], row); }
+  int64_t Start(int64_t row) const { return start == nullptr ? 0 : std::clamp<int64_t>(start[row], 0, row); }
 };
 
 using Bits = std::vector<uint16_t>;

@@ -29,6 +29,10 @@ struct Argument {
   int index;
   void* memory;
 };
+int dnnl_memory_desc_destroy(void* desc);
+int dnnl_memory_destroy(void* memory);
+int dnnl_primitive_desc_destroy(void* desc);
+int dnnl_primitive_destroy(void* primitive);
 int dnnl_primitive_execute(const void* primitive, void* stream, int count, const Argument* arguments);
 int dnnl_stream_wait(void* stream);
 }
@@ -75,6 +79,12 @@ struct Product {
   void *primitive, *source, *weights, *bias, *destination;
 };
 
+inline void Destroy(const Product& product) {
+  Check(dnnl_primitive_destroy(product.primitive));
+  for (void* memory : {product.source, product.weights, product.bias, product.destination})
+    if (memory != nullptr) Check(dnnl_memory_destroy(memory));
+}
+
 inline void* Engine() {
   static void* engine = [] {
     void* made = nullptr;
@@ -102,20 +112,30 @@ inline void* MemoryOf(const void* desc) {
 
 using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, bool>;
 
+constexpr size_t kMostPrepared = 256;
+
 inline const Product& Prepared(const Key& key) {
-  thread_local std::map<Key, Product> prepared;  // one of each shape of a model
+  thread_local std::map<Key, Product> prepared;
   const auto found = prepared.find(key);
   if (found != prepared.end()) return found->second;
   const auto [batch, m, k, n, turn_x, turn_y, has_bias] = key;
   const auto dims = [batch = batch](int64_t rows, int64_t columns) {
     return batch == 1 ? Shape{rows, columns} : Shape{batch, rows, columns};
   };
-  const void *x = Describe(dims(m, k), turn_x, kBfloat16), *y = Describe(dims(k, n), turn_y, kBfloat16);
-  const void *out = Describe(dims(m, n), false, kFloat32), *bias = has_bias ? Describe({1, n}, false, kFloat32) : nullptr;
+  // A model has few shapes; batches of changing lengths and the rows of experts bring ever new ones.
+  if (prepared.size() >= kMostPrepared) {
+    for (const auto& [_, product] : prepared) Destroy(product);
+    prepared.clear();
+  }
+  void *x = Describe(dims(m, k), turn_x, kBfloat16), *y = Describe(dims(k, n), turn_y, kBfloat16);
+  void *out = Describe(dims(m, n), false, kFloat32), *bias = has_bias ? Describe({1, n}, false, kFloat32) : nullptr;
   void *desc = nullptr, *primitive = nullptr;
   Check(dnnl_matmul_primitive_desc_create(&desc, Engine(), x, y, bias, out, nullptr));
   Check(dnnl_primitive_create(&primitive, desc));
   Product made{primitive, MemoryOf(x), MemoryOf(y), has_bias ? MemoryOf(bias) : nullptr, MemoryOf(out)};
+  Check(dnnl_primitive_desc_destroy(desc));
+  for (void* unused : {x, y, out, bias})
+    if (unused != nullptr) Check(dnnl_memory_desc_destroy(unused));
   return prepared.emplace(key, made).first->second;
 }
 
