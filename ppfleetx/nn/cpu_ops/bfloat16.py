@@ -1,5 +1,5 @@
-"""Matrix products and attention in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's
-wheel. Operands are rounded to bfloat16; sums and results are float32."""
+"""Matrix products and attention in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in
+Paddle's wheel. Operands are rounded to bfloat16; sums and results are float32."""
 
 from __future__ import annotations
 
