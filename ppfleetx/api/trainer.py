@@ -23,7 +23,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
-    from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
+    from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 

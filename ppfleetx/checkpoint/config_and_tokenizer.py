@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.data.tokenizer.files import (
+from ppfleetx.data.tokenizer.json_files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
     MERGES_FILE,
@@ -26,7 +26,7 @@ from ppfleetx.data.tokenizer.files import (
     with_named_templates,
     write_files,
 )
-from ppfleetx.data.tokenizer.files import CONFIG as TOKENIZER_CONFIG
+from ppfleetx.data.tokenizer.json_files import CONFIG as TOKENIZER_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_DIR = "tokenizer"

@@ -34,7 +34,7 @@ from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.data.tokenizer.files import GENERATION_CONFIG
+from ppfleetx.data.tokenizer.json_files import GENERATION_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.input_files import read_bounded

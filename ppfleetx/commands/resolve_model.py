@@ -52,8 +52,7 @@ def shared_directory(
     Args:
         source: a directory or a file. If it has changed, another temporary directory is made.
         environ: the environment variables, which identify the job.
-        fill: a function that creates the directory if it does not exist yet. One process of each machine
-            calls it.
+        fill: creates the directory. One process of each machine calls it, if the directory does not exist.
         stack: the directory stays at least until this stack is closed.
 
     Raises:

@@ -24,8 +24,8 @@ from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
 from ppfleetx.core.engine.progress import TrainingLength
 from ppfleetx.core.engine.restore import Start, find_sources, find_start
 from ppfleetx.core.engine.resume_checks import Fingerprints
-from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import lock_output_dir, output_dir_of
+from ppfleetx.core.engine.run_view import EvalRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.training_watchdog import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module

@@ -24,7 +24,7 @@ from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
-from ppfleetx.data.tokenizer.files import write_files
+from ppfleetx.data.tokenizer.json_files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.rope_scaling import inverse_frequencies
 from ppfleetx.utils.input_files import first_bytes, opened

@@ -8,7 +8,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.data.tokenizer.files import BYTE_LEVEL, CONFIG, TOKENIZER_FILE, make_definition, merge_pairs
+from ppfleetx.data.tokenizer.json_files import (
+    BYTE_LEVEL,
+    CONFIG,
+    TOKENIZER_FILE,
+    make_definition,
+    merge_pairs,
+)
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.log import get_logger
 

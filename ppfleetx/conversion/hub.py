@@ -26,7 +26,7 @@ from ppfleetx.conversion.huggingface.read_files import (
     read_hf_config,
 )
 from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
-from ppfleetx.data.tokenizer.files import NAMED_TEMPLATES
+from ppfleetx.data.tokenizer.json_files import NAMED_TEMPLATES
 from ppfleetx.utils.input_files import read_json
 from ppfleetx.utils.installed import NotInstalledError
 from ppfleetx.utils.log import get_logger

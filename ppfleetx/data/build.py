@@ -25,7 +25,7 @@ from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
-from ppfleetx.data.tokenizer.files import GPT2_FILES
+from ppfleetx.data.tokenizer.json_files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 

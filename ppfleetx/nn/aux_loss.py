@@ -47,9 +47,10 @@ class AuxLoss:
 
     Attributes:
         name: name of the metric, declared by the architecture or the task.
-        value: ``[s, b]`` for divisor ``tokens``, ``[b]`` for ``sequences``, a scalar for ``step``.
-        divisor: divisor of the sum of the values over a step: the number of valid ``tokens`` or
-            ``sequences``, or 1 (``step``). Values of invalid tokens and sequences are ignored.
+        value: a loss for each token ``[s, b]``, for each sequence ``[b]``, or one scalar.
+        divisor: what the sum of the values over a step is divided by: the number of valid ``tokens`` or
+            ``sequences``, to match ``value``, or 1 for a scalar (``step``). Values of invalid tokens and
+            sequences are ignored.
         same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, ranks hold shares
             of a sum. None: the axes whose ranks hold the same hidden states.
     """

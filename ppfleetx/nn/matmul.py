@@ -399,8 +399,8 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """The product of ``x [rows, in]``, sorted by group, with one matrix per group,
-    ``weight [groups, in, out]``."""
+    """One grouped product: the functions that compute it and its gradients. Each row of ``x [rows, in]`` is
+    multiplied by the matrix of its group in ``weight [groups, in, out]``; rows are sorted by group."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)

@@ -96,7 +96,8 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Updates the input scales of fake-quantized linears from the largest magnitudes in each global batch."""
+    """Updates the input scales of fake-quantized linears from the largest magnitude of each linear's inputs
+    in a global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)

@@ -362,7 +362,8 @@ _SCORES_STREAMED = 0.2
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
-    """Return the total time of operations, each given as (operation, FLOPs, bytes moved, kernel count)."""
+    """Return the seconds of one pass, summed over operations by kind of work. Each operation is given as
+    (operation, FLOPs, bytes moved, kernel count)."""
     card, dtype = cluster.card, job.precision.compute
     matmul = memory = 0.0
     for o, flops, moved, kernels in costs:

@@ -1,4 +1,4 @@
-"""The kernels of Paddle that ppfleetx runs on a card, with their element types, as a table in
+"""Tell which of Paddle's kernels, with which element types, a run uses on a card, by the table in
 ``gpu_operators.json``. ``make operators`` records the table from test runs. Does not import Paddle."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ppfleetx.conversion.huggingface.config_export import differences
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
-from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters

@@ -22,7 +22,7 @@ from ppfleetx.conversion.gguf import extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.conversion.safetensors_file import read_safetensors
-from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition, write_files
+from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition, write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.nn.rope_scaling import inverse_frequencies

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.conversion.huggingface.paddle_layout import to_hf_layout
+from ppfleetx.conversion.huggingface.paddlenlp import to_hf_layout
 from ppfleetx.conversion.huggingface.read_files import read_hf_config, read_stored
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig, ModelConfig, RunConfig
-from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT
+from ppfleetx.data.tokenizer.json_files import END_OF_DOCUMENT
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine

@@ -15,7 +15,7 @@ from ppfleetx.commands import megatron_programs as megatron
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.core.engine.callbacks.log_lines import MegatronLog, MindSpeedLog
-from ppfleetx.core.engine.run import EvalRecord, StepRecord
+from ppfleetx.core.engine.run_view import EvalRecord, StepRecord
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments
 

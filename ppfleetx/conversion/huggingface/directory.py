@@ -21,7 +21,7 @@ from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, dequantized
 from ppfleetx.conversion.huggingface.moe_families import NEXT_TOKENS
-from ppfleetx.conversion.huggingface.paddle_layout import to_hf_layout
+from ppfleetx.conversion.huggingface.paddlenlp import to_hf_layout
 from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -193,8 +193,8 @@ def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[st
 def _check_left_over(
     names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> None:
-    """Raise CheckpointError if tensors of the directory were not used, except buffers, biases that are all
-    zero, and a head that equals the embedding it is tied to."""
+    """Raise CheckpointError if ``names``, the unused tensors of the directory, has others than buffers,
+    biases that are all zero, and a head that is tied to the embedding. ``keys`` is the ``config.json``."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS & names if keys["tie_word_embeddings"] else set()

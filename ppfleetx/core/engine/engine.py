@@ -18,7 +18,7 @@ from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.rank_consistency import Watch
-from ppfleetx.core.engine.run import EvalRecord, StepRecord
+from ppfleetx.core.engine.run_view import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.data.loader import MicroBatch, shortened
 from ppfleetx.distributed.context import ParallelContext

@@ -19,7 +19,7 @@ from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.resume_checks import Fingerprints
-from ppfleetx.core.engine.run import Run
+from ppfleetx.core.engine.run_view import Run
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import joint_errors
 from ppfleetx.utils.log import get_logger

@@ -11,7 +11,7 @@ import paddle.nn.functional as F
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import MODULES
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.run import SOURCE
+from ppfleetx.core.engine.run_view import SOURCE
 from ppfleetx.models.module import BasicModule, Tensors, WrappedTask
 from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory

@@ -16,7 +16,7 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.rules import glue_task, num_outputs
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.run import EvalRecord, Run
+from ppfleetx.core.engine.run_view import EvalRecord, Run
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.glue import TASKS, GlueTask, glue_metrics
 from ppfleetx.distributed.context import ParallelContext

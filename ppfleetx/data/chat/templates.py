@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
 from ppfleetx.data.chat.sandbox import CompiledTemplate, Span, TemplateLimitError, TemplateRefusedError
-from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
+from ppfleetx.data.tokenizer.json_files import MAX_TEMPLATE_BYTES
 from ppfleetx.utils.input_files import read_bounded
 
 if TYPE_CHECKING:

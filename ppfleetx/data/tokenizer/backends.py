@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT, merge_pairs, token_to_bytes
+from ppfleetx.data.tokenizer.json_files import END_OF_DOCUMENT, merge_pairs, token_to_bytes
 from ppfleetx.utils.log import get_logger
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppfleetx.config.errors import DataError, shown
-from ppfleetx.data.tokenizer.files import (
+from ppfleetx.data.tokenizer.json_files import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
     CONFIG,

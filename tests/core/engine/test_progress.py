@@ -13,7 +13,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.progress import TrainingLength, TrainState
-from ppfleetx.core.engine.run import EvalRecord
+from ppfleetx.core.engine.run_view import EvalRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import EvalOutput

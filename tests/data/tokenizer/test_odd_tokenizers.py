@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 GPT2 = Path(__file__).parents[2] / "goldens/tokenizers/gpt2"

@@ -19,7 +19,7 @@ from ppfleetx.data.tokenizer.backends import (
     TokenizersEngine,
     Unsupported,
 )
-from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from tests.helpers.texts import CORPUS, FRAGMENTS, random_text, small_tokenizer
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.config.formatting import ranks_text
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.run import Run, StepRecord
+from ppfleetx.core.engine.run_view import Run, StepRecord
 from ppfleetx.distributed import device as devices
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
+from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord, Window
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress_bar import ProgressBar
 

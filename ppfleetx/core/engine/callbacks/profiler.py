@@ -8,7 +8,7 @@ from paddle import profiler
 
 from ppfleetx.config.sections.root import ProfilerConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.run import Run, StepRecord
+from ppfleetx.core.engine.run_view import Run, StepRecord
 from ppfleetx.distributed.device import profiler_targets
 from ppfleetx.utils.log import get_logger
 

@@ -19,8 +19,8 @@ from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import CallbackSetup
 from ppfleetx.core.engine.callbacks.log_lines import Periodic
-from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.engine.run_directory import METRICS_FILE
+from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.core.loggers.files import VisualDL, visual_dl_is_installed
 from ppfleetx.resilience.loss_spikes import Spike
