@@ -70,6 +70,24 @@ def test_norm(kind, training, compiled, monkeypatch):
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.skipif(not ops.are_available(), reason="the operators are not compiled")
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("size", [5, 48])
+def test_gradients_of_a_norm_over_many_rows(kind, size, monkeypatch):
+    """They are the same with and without our operator, which sums the rows in blocks."""
+    x, upstream = RNG.normal(size=(100, 3, size)) + 1.0, tensor(RNG.normal(size=(100, 3, size)))
+    found = []
+    for compiled in (True, False):
+        monkeypatch.setattr(ops, "are_available", lambda compiled=compiled: compiled)
+        layer, xt = LocalFactory().norm(NormSpec(kind, size, 1e-5)), tensor(x, grad=True)
+        layer.train()
+        layer.weight.set_value(np.linspace(0.5, 2.0, size, dtype=np.float32))
+        (layer(xt) * upstream).sum().backward()
+        found.append([xt.grad.numpy(), *(parameter.grad.numpy() for parameter in layer.parameters())])
+    for ours, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["LayerNormNoBias", "RMSNorm", "RMSNorm1P"])
 @pytest.mark.parametrize("training", [True, False])
 def test_norm_of_each_head_with_a_gain_of_its_own(kind, training):

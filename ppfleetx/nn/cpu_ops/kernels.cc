@@ -305,7 +305,7 @@ std::vector<paddle::Tensor> NormGrad(const paddle::Tensor& x, const paddle::Tens
   const int64_t size = weight.numel(), rows = x.numel() / size, blocks = (rows + kBlock - 1) / kBlock;
   PD_CHECK(x.is_cpu() && x.shape().back() == size && dy.numel() == x.numel(), "the gradient does not fit");
   auto dx = paddle::empty(x.shape(), x.dtype(), x.place());
-  auto of_weight = paddle::zeros({size}, x.dtype(), x.place()), of_bias = paddle::zeros({size}, x.dtype(), x.place());
+  auto of_weight = paddle::empty({size}, x.dtype(), x.place()), of_bias = paddle::empty({size}, x.dtype(), x.place());
   std::vector<float> sums(2 * blocks * size);
   const float *from = x.data<float>(), *w = weight.data<float>(), *up = dy.data<float>();
   float* to = dx.data<float>();
@@ -315,9 +315,11 @@ std::vector<paddle::Tensor> NormGrad(const paddle::Tensor& x, const paddle::Tens
     NormGradOfRows(from + begin, w, up + begin, std::min(kBlock, rows - first), size, centered, epsilon, to + begin,
                    &sums[2 * block * size], &sums[(2 * block + 1) * size]);
   }
-  float* totals[] = {of_weight.data<float>(), of_bias.data<float>()};
+  std::vector<double> totals(2 * size);  // there may be very many blocks
   for (int64_t block = 0; block < 2 * blocks; ++block)
-    for (int64_t i = 0; i < size; ++i) totals[block % 2][i] += sums[block * size + i];
+    for (int64_t i = 0; i < size; ++i) totals[block % 2 * size + i] += sums[block * size + i];
+  std::copy_n(totals.begin(), size, of_weight.data<float>());
+  std::copy_n(totals.begin() + size, size, of_bias.data<float>());
   return {dx, of_weight, of_bias};
 }
 
