@@ -77,7 +77,13 @@ MODELS["gemma"] = {
 # OLMo's norms: behind the branches, and over all queries and keys of a layer.
 MODELS["olmo"] = {**MODELS["llama"], "qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False}
 # StableLM 2's norms of heads.
-MODELS["stablelm"] = {**MODELS["llama"], "normalization": "LayerNorm", "qk_layernorm": "each_head"}
+# Heads of 8: LayerNorm over the usual 4 numbers amplifies rounding.
+MODELS["stablelm"] = {
+    **MODELS["llama"],
+    "normalization": "LayerNorm",
+    "qk_layernorm": "each_head",
+    "head_dim": 8,
+}
 # BLOOM's positions, and one norm for both branches, as in GPT-J, Falcon and Cohere.
 MODELS["alibi"] = {
     "position_embedding_type": "alibi",
