@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -89,7 +90,7 @@ def compare(shape: str, args: argparse.Namespace) -> None:
         print(f"{shape:8} ratio of the pairs: {text}; median {statistics.median(ratios):.2f}")
 
 
-def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dict[str, float]:
+def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one worker in a process of its own and return what it measured."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     command = [python, __file__, "--worker", worker, "--shapes", shape, "--steps", str(args.steps)]
@@ -236,25 +237,12 @@ def run_trainer(
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
         Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[Clock()]).train()
-    cpu, wall = zip(*times[2:], strict=True)
-    tokens = batch * SEQ
-    return {
-        "tokens_per_cpu_s": tokens / statistics.median(cpu),
-        "tokens_per_s": tokens / statistics.median(wall),
-    }
+    return rates(times, batch * SEQ)
 
 
 def profile(shape: str, args: argparse.Namespace) -> None:
     """Print operators by their share of the step, and the step's FLOP/s beside the best matrix product's."""
-    command = [sys.executable, __file__, "--worker", "profile", "--shapes", shape, "--steps", str(args.steps)]
-    done = subprocess.run(
-        [*command, "--dtype", args.dtype],
-        env={**os.environ, "OMP_NUM_THREADS": str(args.threads)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = spawn("profile", sys.executable, shape, args)
     print(f"\n{shape}: {result['step_s'] * 1e3:.0f} ms a step, of which operators")
     for name, seconds in result["operators"]:
         print(f"  {name:28} {seconds * 1e3:8.1f} ms {100 * seconds / result['step_s']:6.1f} %")
@@ -314,15 +302,20 @@ def best_matmul_gflops(size: int = 1536) -> float:
 
 def measure(step, tokens: int, steps: int) -> dict[str, float]:
     """Two untimed steps, then ``steps`` timed ones; medians over steps."""
-    cpu, wall = [], []
+    times = []
     for number in range(1, steps + 3):
         cpu_start, wall_start = time.process_time(), time.perf_counter()
         step(number)
-        cpu.append(time.process_time() - cpu_start)
-        wall.append(time.perf_counter() - wall_start)
+        times.append((time.process_time() - cpu_start, time.perf_counter() - wall_start))
+    return rates(times, tokens)
+
+
+def rates(times: list[tuple[float, float]], tokens: int) -> dict[str, float]:
+    """Tokens per second, from (CPU, wall) seconds of each step; the first two steps are left out."""
+    cpu, wall = zip(*times[2:], strict=True)
     return {
-        "tokens_per_cpu_s": tokens / statistics.median(cpu[2:]),
-        "tokens_per_s": tokens / statistics.median(wall[2:]),
+        "tokens_per_cpu_s": tokens / statistics.median(cpu),
+        "tokens_per_s": tokens / statistics.median(wall),
     }
 
 

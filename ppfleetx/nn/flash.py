@@ -39,12 +39,17 @@ def flash_obstacle(
         return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
     if query.dtype not in HALF_PRECISION:
         return _not_in_16_bits(query)
-    head_size, drops = query.shape[-1], dropout.training and dropout.p > 0
+    head_size = query.shape[-1]
     version = flash_version(head_size, packed=packed)
     # In training mode, a backward pass is assumed to follow.
     return unsupported_reason(
-        version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training
+        version, _capability(paddle.get_device()), head_size, drops=drops(dropout), trains=dropout.training
     )
+
+
+def drops(dropout: nn.Layer) -> bool:
+    """Return whether the layer ``dropout`` drops anything in its present mode."""
+    return dropout.training and dropout.p > 0
 
 
 def _not_in_16_bits(query: paddle.Tensor) -> str:
@@ -58,7 +63,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
         return f"it needs a GPU, the device is {paddle.get_device()}{also}"
     if not fused.takes("plugin_attention", query):
         return _not_in_16_bits(query)
-    if dropout.training and dropout.p > 0:
+    if drops(dropout):
         return (
             "the plugin applies dropout in the backward pass only; set "
             "Model.attention_probs_dropout_prob to 0"

@@ -17,7 +17,7 @@ from paddle import _C_ops, nn
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.device import on_card
 from ppfleetx.nn.cpu_ops import bfloat16
-from ppfleetx.nn.flash import HALF_PRECISION, flash_attention, flash_obstacle, flash_version
+from ppfleetx.nn.flash import HALF_PRECISION, drops, flash_attention, flash_obstacle, flash_version
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layers import add_smaller
 from ppfleetx.nn.masks import mask_scores
@@ -77,17 +77,13 @@ def attend(
     # The causal mask of queries that follow cached keys does not begin at the first key, and flash attention
     # would save little for so few queries.
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
-    if bfloat16.are_active() and options.softcap is None and not follows_cache and not _drops(dropout):
+    if bfloat16.are_active() and options.softcap is None and not follows_cache and not drops(dropout):
         return bfloat16.attention(query, key, value, document_start)
     if obstacle or follows_cache:
         if obstacle and on_card():
             _say_once(f"attention uses the reference kernel: flash attention cannot run here, {obstacle}")
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
     return flash_attention(query, key, value, document_start, dropout)
-
-
-def _drops(dropout: nn.Layer) -> bool:
-    return dropout.training and dropout.p > 0
 
 
 def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: KernelOptions) -> bool:

@@ -126,9 +126,11 @@ def newton_schulz(
     x = matrix / paddle.clip(norm, min=epsilon)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.swapaxes(-2, -1) if is_tall else x
-    multiply = bfloat16.matmul if in_bfloat16 and not on_card() else paddle.matmul
+    multiply = paddle.matmul
     if in_bfloat16 and on_card():
         x = x.astype("bfloat16")
+    elif in_bfloat16:
+        multiply = bfloat16.matmul
     for step in range(steps):
         # polar_express repeats its last row; the other tables start again from the first.
         row = min(step, len(table) - 1) if coefficients == "polar_express" else step % len(table)

@@ -82,7 +82,7 @@ def main() -> int:
     low = arguments.dtype == "bfloat16"
     more = {"extra": IN_BFLOAT16, "tolerance": BFLOAT16_TOLERANCE} if low else {}
     if low:  # the rows of quantization, pruning and resumption are in float32
-        arguments.models = [m for m in arguments.models if m in MODELS]
+        arguments.models = [model for model in arguments.models if model in MODELS]
     passed: list[bool] = []
     pools = Pools()
 

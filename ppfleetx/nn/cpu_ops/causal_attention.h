@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -12,7 +11,6 @@
 
 namespace causal_attention {
 
-using numbers::kLanes;
 using numbers::Vector;
 
 struct Sizes {
@@ -36,22 +34,6 @@ inline void Multiply(int64_t m, int64_t k, int64_t n, const uint16_t* x, bool tu
 
 inline void Add(const float* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] += from[i];
-}
-
-// Turns the scores of a row into weights, in place; returns the logarithm of the sum of their exponentials.
-inline float Softmax(float* scores, int64_t count, float scale) {
-  float largest = scores[0];
-  for (int64_t i = 1; i < count; ++i) largest = std::max(largest, scores[i]);
-  numbers::Map(scores, count, scores, [&](Vector x) { return numbers::Exp((x - largest) * scale); });
-  Vector sums = {};
-  float sum = 0;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) sums += numbers::Load(scores + i);
-  for (; i < count; ++i) sum += scores[i];
-  sum += numbers::Sum(sums);
-  const float inverse = 1.0f / sum;
-  for (i = 0; i < count; ++i) scores[i] *= inverse;
-  return largest * scale + std::log(sum);
 }
 
 struct Head {
@@ -79,7 +61,7 @@ inline void Forward(const Sizes& sizes, const float* q, const float* k, const fl
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t first = sizes.Start(begin + i), count = begin + i + 1 - first;
       float* row = &scores[i * end];
-      logarithms[begin + i] = Softmax(row + first, count, sizes.scale);
+      logarithms[begin + i] = numbers::Softmax(row + first, count, sizes.scale);
       std::fill_n(row, first, 0.0f);
       std::fill(row + first + count, row + end, 0.0f);
     }

@@ -143,18 +143,13 @@ constexpr int64_t kPiece = 1024;    // logits summed in float32, before float64
 
 // The logarithm of the sum of the exponentials.
 double LogSumExp(const float* logits, int64_t size) {
-  Vector most = Vector{} + logits[0];
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) most = numbers::Max(numbers::Load(logits + i), most);
-  float largest = logits[0], lanes[kLanes];
-  numbers::Store(lanes, most);
-  for (const float lane : lanes) largest = std::max(largest, lane);
-  for (; i < size; ++i) largest = std::max(largest, logits[i]);
+  const float largest = numbers::Largest(logits, size);
   double total = 0;
   for (int64_t begin = 0; begin < size; begin += kPiece) {
     const int64_t end = std::min(begin + kPiece, size);
     Vector sum = {};
-    for (i = begin; i + kLanes <= end; i += kLanes) sum += numbers::Exp(numbers::Load(logits + i) - largest);
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) sum += numbers::Exp(numbers::Load(logits + i) - largest);
     if (i < end) total += numbers::Sum(numbers::Exp(numbers::LoadFirst(logits + i, end - i, -INFINITY) - largest));
     total += numbers::Sum(sum);
   }

@@ -184,24 +184,32 @@ inline void Normalize(const float* from, int64_t size, const float* weight, cons
     for (i = 0; i < size; ++i) to[i] = (from[i] - mean) * inverse * weight[i] + bias[i];
 }
 
-// In place: numbers to their weights of probability.
-inline void Softmax(float* scores, int64_t size) {
+inline float Largest(const float* values, int64_t size) {
   float parts[kLanes];
-  Vector most = Vector{} + scores[0];
+  Vector most = Vector{} + values[0];
   int64_t done = 0;
-  for (; done + kLanes <= size; done += kLanes) most = Max(Load(scores + done), most);
+  for (; done + kLanes <= size; done += kLanes) most = Max(Load(values + done), most);
   Store(parts, most);
   float largest = parts[0];
   for (const float part : parts) largest = std::max(largest, part);
-  for (; done < size; ++done) largest = std::max(largest, scores[done]);
-  Map(scores, size, scores, [&](Vector x) { return Exp(x - largest); });
+  for (; done < size; ++done) largest = std::max(largest, values[done]);
+  return largest;
+}
+
+// In place: numbers, times the scale, to their weights of probability. Returns the logarithm of the sum of their
+// exponentials.
+inline float Softmax(float* scores, int64_t size, float scale = 1.0f) {
+  const float largest = Largest(scores, size);
+  Map(scores, size, scores, [&](Vector x) { return Exp((x - largest) * scale); });
   Vector sum = {};
   float total = 0;
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) sum += Load(scores + i);
   for (; i < size; ++i) total += scores[i];
-  const float inverse = 1.0f / (total + Sum(sum));
+  total += Sum(sum);
+  const float inverse = 1.0f / total;
   for (i = 0; i < size; ++i) scores[i] *= inverse;
+  return largest * scale + std::log(total);
 }
 
 }  // namespace numbers
