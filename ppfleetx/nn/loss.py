@@ -55,10 +55,10 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
     """Return the cross entropy ``[...]`` of each token, from ``logits [..., columns]`` float32 and
     ``labels [...]`` int64. Without gradients, the result is float64, and NaN if a logit is not finite."""
     if logits.place.is_cpu_place() and logits.dtype == paddle.float32 and ops.are_available():
-        operands = logits, labels.astype("int64").contiguous()
+        losses = ops.cross_entropy(logits, labels.astype("int64"))
         if paddle.is_grad_enabled():
-            return _CpuEntropy.apply(*operands)
-        return ops.cross_entropy(*operands)[0] + _nothing_if_finite(logits).astype("float64")
+            return losses.astype("float32")
+        return losses + _nothing_if_finite(logits).astype("float64")
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
@@ -126,20 +126,6 @@ def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
     """Return 0 for each position of ``logits [s, b, columns]`` if its logits are all finite, else NaN."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
-
-
-class _CpuEntropy(PyLayer):
-    """Autograd function of the cross entropy by our own operators for CPUs."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-        losses, logarithms = ops.cross_entropy(logits, labels)
-        ctx.save_for_backward(logits, labels, logarithms)
-        return losses.astype("float32")
-
-    @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
-        return ops.cross_entropy_gradient(*ctx.saved_tensor(), upstream)
 
 
 class _HidePadding(PyLayer):

@@ -141,6 +141,21 @@ def test_attention(heads, length, size, value_size, packed):
 
 
 @needs_operators
+def test_attention_of_operands_without_gradients():
+    shapes = [(1, 1, 2, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8)]
+    query, key, value = (paddle.to_tensor(random(*shape), stop_gradient=False) for shape in shapes)
+    key.stop_gradient = True
+    result = bfloat16.attention(query, key, value, None)
+    found = paddle.grad(result.sum(), [value, query], retain_graph=True)
+    result.sum().backward()
+    for gradient, operand in zip(found, (value, query), strict=True):
+        np.testing.assert_array_equal(gradient.numpy(), operand.grad.numpy())
+    assert key.grad is None
+    with paddle.no_grad():
+        assert bfloat16.attention(query, key, value, None).stop_gradient
+
+
+@needs_operators
 def test_starts_before_and_behind_a_row():
     operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 1, 1, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8))]
     with bfloat16.products():

@@ -85,6 +85,15 @@ def test_loss_and_gradient_of_training(vocab, compiled, monkeypatch):
 
 
 @pytest.mark.skipif(not ops.are_available(), reason="the operators are not compiled")
+def test_no_grad_records_nothing():
+    x = paddle.randn([3, 4])
+    x.stop_gradient = False
+    with paddle.no_grad():
+        results = ops.cross_entropy(x, paddle.zeros([3], "int64")), ops.gelu_tanh(x)
+    assert all(result.stop_gradient and result.is_leaf for result in results)
+
+
+@pytest.mark.skipif(not ops.are_available(), reason="the operators are not compiled")
 def test_the_operators_check_labels_and_keep_nan():
     logits = paddle.to_tensor(np.full([2, 4], np.nan, np.float32), stop_gradient=False)
     with pytest.raises(OSError, match="label 4"):

@@ -218,16 +218,6 @@ std::vector<Tensor> AttentionGrad(const Tensor& query, const Tensor& key, const 
   return {of_query, of_key, of_value};
 }
 
-std::vector<Shape> AttentionGradShape(const Shape& query, const Shape& key, const Shape& value,
-                                      const paddle::optional<Shape>&, const Shape&, const Shape&, const Shape&, float) {
-  return {query, key, value};
-}
-
-std::vector<DataType> AttentionGradType(DataType, DataType, DataType, const paddle::optional<DataType>&, DataType,
-                                        DataType, DataType) {
-  return {DataType::FLOAT32, DataType::FLOAT32, DataType::FLOAT32};
-}
-
 }  // namespace
 
 PD_BUILD_OP(ppfleetx_bfloat16_matmul)
@@ -260,10 +250,8 @@ PD_BUILD_OP(ppfleetx_bfloat16_attention)
     .SetInferShapeFn(PD_INFER_SHAPE(AttentionShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(AttentionType));
 
-PD_BUILD_OP(ppfleetx_bfloat16_attention_backward)
-    .Inputs({"Query", "Key", "Value", paddle::Optional("Start"), "Result", "Logarithms", "Upstream"})
-    .Outputs({"OfQuery", "OfKey", "OfValue"})
+PD_BUILD_GRAD_OP(ppfleetx_bfloat16_attention)
+    .Inputs({"Query", "Key", "Value", paddle::Optional("Start"), "Out", "Logarithms", paddle::Grad("Out")})
+    .Outputs({paddle::Grad("Query"), paddle::Grad("Key"), paddle::Grad("Value")})
     .Attrs({"scale: float"})
-    .SetKernelFn(PD_KERNEL(AttentionGrad))
-    .SetInferShapeFn(PD_INFER_SHAPE(AttentionGradShape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(AttentionGradType));
+    .SetKernelFn(PD_KERNEL(AttentionGrad));

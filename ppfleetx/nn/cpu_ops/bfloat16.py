@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import paddle
 from paddle import _C_ops
-from paddle.autograd import PyLayer
 
 from ppfleetx.nn.cpu_ops import ops
 
@@ -79,35 +77,6 @@ def attention(
         key, value: ``[b, key/value heads, s, head size]`` float32; values may have another head size.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
-    return _Attention.apply(query, key, value, document_start)
-
-
-class _Attention(PyLayer):
-    """Autograd function of :func:`attention`. The backward pass computes the weights again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: paddle.Tensor,
-        key: paddle.Tensor,
-        value: paddle.Tensor,
-        document_start: paddle.Tensor | None,
-    ) -> paddle.Tensor:
-        start = None if document_start is None else document_start.astype("int32")
-        inputs = [tensor.contiguous() for tensor in (query, key, value)]
-        scale = query.shape[-1] ** -0.5
-        result, logarithms = _C_ops._run_custom_op("ppfleetx_bfloat16_attention", *inputs, start, scale)
-        ctx.save_for_backward(*inputs, result, logarithms)
-        ctx.start, ctx.scale = start, scale
-        ctx.wanted = [not tensor.stop_gradient for tensor in (query, key, value)]
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
-        query, key, value, *known = ctx.saved_tensor()
-        gradients = _C_ops._run_custom_op(
-            "ppfleetx_bfloat16_attention_backward",
-            *(query, key, value, ctx.start, *known, upstream.contiguous(), ctx.scale),
-        )
-        found = [gradient if wanted else None for gradient, wanted in zip(gradients, ctx.wanted, strict=True)]
-        return tuple(found) if ctx.start is None else (*found, None)
+    start = None if document_start is None else document_start.astype("int32")
+    scale = query.shape[-1] ** -0.5
+    return ops.with_gradient("ppfleetx_bfloat16_attention", query, key, value, start, scale)

@@ -181,12 +181,13 @@ std::vector<paddle::Tensor> CrossEntropyGrad(const paddle::Tensor& logits, const
                                              const paddle::Tensor& logarithms, const paddle::Tensor& upstream) {
   const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
   auto gradient = paddle::empty(logits.shape(), paddle::DataType::FLOAT32, logits.place());
-  const float *from = logits.data<float>(), *logarithm = logarithms.data<float>(), *factors = upstream.data<float>();
+  const float *from = logits.data<float>(), *logarithm = logarithms.data<float>();
+  const double* factors = upstream.data<double>();
   const int64_t* label = labels.data<int64_t>();
   float* to = gradient.data<float>();
 #pragma omp parallel for schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const float factor = label[row] == kIgnored ? 0.0f : factors[row], sum = logarithm[row];
+    const float factor = label[row] == kIgnored ? 0.0 : factors[row], sum = logarithm[row];
     if (factor == 0.0f) {
       std::fill_n(to + row * columns, columns, 0.0f);
       continue;
@@ -202,14 +203,6 @@ std::vector<Shape> CrossEntropyShape(const Shape&, const Shape& labels) { return
 std::vector<paddle::DataType> CrossEntropyType(paddle::DataType logits, paddle::DataType) {
   return {paddle::DataType::FLOAT64, logits};
 }
-std::vector<Shape> CrossEntropyGradShape(const Shape& logits, const Shape&, const Shape&, const Shape&) {
-  return {logits};
-}
-std::vector<paddle::DataType> CrossEntropyGradType(paddle::DataType logits, paddle::DataType, paddle::DataType,
-                                                   paddle::DataType) {
-  return {logits};
-}
-
 // ---- the tanh form of GELU: x s(x) with s(x) = 1 / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3) --------------
 
 constexpr int64_t kStretch = 1 << 14;  // numbers of one thread
@@ -352,12 +345,10 @@ PD_BUILD_OP(ppfleetx_cross_entropy)
     .SetInferShapeFn(PD_INFER_SHAPE(CrossEntropyShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(CrossEntropyType));
 
-PD_BUILD_OP(ppfleetx_cross_entropy_backward)
-    .Inputs({"Logits", "Labels", "Logarithms", "Upstream"})
-    .Outputs({"Gradient"})
-    .SetKernelFn(PD_KERNEL(CrossEntropyGrad))
-    .SetInferShapeFn(PD_INFER_SHAPE(CrossEntropyGradShape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(CrossEntropyGradType));
+PD_BUILD_GRAD_OP(ppfleetx_cross_entropy)
+    .Inputs({"Logits", "Labels", "Logarithms", paddle::Grad("Losses")})
+    .Outputs({paddle::Grad("Logits")})
+    .SetKernelFn(PD_KERNEL(CrossEntropyGrad));
 
 PD_BUILD_OP(ppfleetx_norm_backward)
     .Inputs({"X", "Weight", "Upstream"})

@@ -79,6 +79,13 @@ def note_if_missing() -> None:
         get_logger().info(f"NOTE: batches are slower than necessary: {_HOW_TO_MAKE}")
 
 
+def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.Tensor:
+    """Return the first result of an operator that has a gradient."""
+    if not paddle.is_grad_enabled():  # Paddle 3.3 records operators of a library even so
+        operands = tuple(one.detach() if isinstance(one, paddle.Tensor) else one for one in operands)
+    return _C_ops._run_custom_op(name, *operands)[0]
+
+
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
@@ -108,25 +115,15 @@ def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]
 
 
-def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the cross entropy of each row of ``logits [..., columns]``, ``[...]`` float64, and the logarithm
-    of the sum of its exponentials, ``[...]`` float32, without gradients. Logits are float32 on a CPU. A row
-    with label -100 has loss 0."""
-    return tuple(_C_ops._run_custom_op("ppfleetx_cross_entropy", logits.detach(), labels))
-
-
-def cross_entropy_gradient(
-    logits: paddle.Tensor, labels: paddle.Tensor, logarithms: paddle.Tensor, upstream: paddle.Tensor
-) -> paddle.Tensor:
-    """Return the gradient of the logits of :func:`cross_entropy`, from its second result ``logarithms`` and
-    the gradient ``upstream`` of its losses, float32."""
-    operands = (logits.detach(), labels, logarithms, upstream.contiguous())
-    return _C_ops._run_custom_op("ppfleetx_cross_entropy_backward", *operands)[0]
+def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
+    """Return the cross entropy of each row of ``logits [..., columns]`` with its gradient, ``[...]`` float64.
+    Logits are float32 on a CPU. A row with label -100 has loss 0."""
+    return with_gradient("ppfleetx_cross_entropy", logits, labels)
 
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     """The tanh form of GELU with its gradient, elementwise, float32 on a CPU."""
-    return _C_ops._run_custom_op("ppfleetx_gelu", x)[0]
+    return with_gradient("ppfleetx_gelu", x)
 
 
 def norm_gradients(
