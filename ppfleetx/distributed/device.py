@@ -210,6 +210,11 @@ def computes_in(dtype: str) -> bool:
         return False
 
 
+def has_kernels(dtype: str) -> bool:
+    """Return whether the device is a card that computes in the 16-bit type ``dtype``."""
+    return on_card() and computes_in(dtype)
+
+
 def groups_messages(device: str) -> bool:
     """Return whether sends and receives with several ranks can be started as one batch, in which their order
     does not matter. NCCL and the CPU process groups can do that."""

@@ -121,7 +121,7 @@ class Target:
 
 def lacks(dtype: str) -> bool:
     """Return whether this process's device cannot compute in ``dtype``."""
-    from ppfleetx.parallel.precision import has_kernels
+    from ppfleetx.distributed.device import has_kernels
 
     return dtype in HALF_TYPES and not has_kernels(dtype)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import paddle
 from paddle import Tensor
 
 from ppfleetx.config.sections.optimizer import Coefficients, MuonScale, OptimizerConfig
-from ppfleetx.distributed.device import computes_in, on_card
+from ppfleetx.distributed.device import has_kernels, on_card
 from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.optims.adamw import AdamW
@@ -56,6 +55,8 @@ class Muon(Rule):
     def __init__(self, cfg: OptimizerConfig) -> None:
         super().__init__(cfg)
         self.muon = cfg.muon
+        wanted = cfg.muon.newton_schulz_dtype == "auto"
+        self._in_bfloat16 = wanted and (has_kernels("bfloat16") or bfloat16.serves("bfloat16"))
 
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         mu = self.muon.momentum
@@ -98,14 +99,9 @@ class Muon(Rule):
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         rows, columns = matrix.shape[-2:]  # Paddle stores [in, out]; scales are defined for [out, in]
         cfg = self.muon
-        low = cfg.newton_schulz_dtype == "auto" and _has_bfloat16()
+        low = self._in_bfloat16
         change = newton_schulz(matrix, cfg.steps, cfg.coefficients, cfg.epsilon, in_bfloat16=low)
         return change * scale_of(cfg.scale, fan_out=columns, fan_in=rows)
-
-
-@cache
-def _has_bfloat16() -> bool:
-    return computes_in("bfloat16") and (on_card() or bfloat16.are_available())
 
 
 def newton_schulz(

@@ -16,7 +16,7 @@ import paddle
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
-from ppfleetx.distributed.device import computes_in, on_card, on_gpu
+from ppfleetx.distributed.device import has_kernels, on_card, on_gpu
 from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of, scale_all
@@ -113,7 +113,7 @@ class Precision:
         if not cfg.enable:
             return
         has_all = has_kernels(cfg.dtype)
-        self.products_alone = not has_all and has_products(cfg.dtype)
+        self.products_alone = not has_all and bfloat16.serves(cfg.dtype)
         if not has_all and not self.products_alone:
             obstacle = f"{paddle.get_device()} does not compute in {cfg.dtype}{_why(cfg.dtype)}"
             if cfg.enable != "auto":
@@ -204,15 +204,6 @@ class Precision:
             found = [gradient_of(parameter) for parameter in parameters]
             gradients = [gradient for gradient in found if gradient is not None]
             scale_all(gradients, 1.0 / self.loss_scale, ops)
-
-
-def has_kernels(dtype: str) -> bool:
-    return on_card() and computes_in(dtype)
-
-
-def has_products(dtype: str) -> bool:
-    """Return whether the device is a CPU on which our operators can multiply by weights in ``dtype``."""
-    return not on_card() and computes_in(dtype) and bfloat16.are_available()
 
 
 def _why(dtype: str) -> str:

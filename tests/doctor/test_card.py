@@ -9,6 +9,7 @@ import paddle
 from paddle.base import core
 
 from ppfleetx.config.loader import load_config
+from ppfleetx.distributed import device
 from ppfleetx.doctor import card, steps
 from ppfleetx.doctor.check import Status, Target, ok
 from ppfleetx.parallel import precision
@@ -61,7 +62,8 @@ def test_a_card_that_may_use_tf32_is_compared_without():
 
 def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     """A V100 has no bfloat16: that fails where the configuration asks for it, and nowhere else."""
-    monkeypatch.setattr(precision, "has_kernels", lambda dtype: dtype == "float16")
+    for module in (device, precision):
+        monkeypatch.setattr(module, "has_kernels", lambda dtype: dtype == "float16")
     tried = []
     monkeypatch.setattr(card, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
     monkeypatch.setattr(card, "TABLE", {})

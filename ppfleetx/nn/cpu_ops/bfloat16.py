@@ -10,10 +10,16 @@ from functools import partial
 import paddle
 from paddle import _C_ops
 
+from ppfleetx.distributed.device import computes_in, on_card
 from ppfleetx.nn.cpu_ops import ops
 
 are_available = partial(ops.load, "bfloat16")
 _entered = False
+
+
+def serves(dtype: str) -> bool:
+    """Return whether the device is a CPU, and the operators of this module compute in ``dtype`` on it."""
+    return not on_card() and computes_in(dtype) and are_available()
 
 
 @contextmanager

@@ -12,12 +12,11 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.config.registries import ACTIVATIONS, NORMS
-from ppfleetx.distributed.device import allow_tf32
+from ppfleetx.distributed.device import allow_tf32, has_kernels
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.rope import RotaryEmbedding
-from ppfleetx.parallel.precision import has_kernels
 from tests.device.names import operator_names
 
 S, B, H, V = 24, 3, 64, 96
