@@ -261,19 +261,8 @@ void NormGradOfRows(const float* x, const float* weight, const float* dy, int64_
     return (numbers::Sum(sum) + (i < size ? numbers::Sum(value(rest, i)) : 0.0f)) / size;
   };
   for (; rows > 0; --rows, x += size, dy += size, dx += size) {
-    const float center = centered ? mean([&](const auto& load, int64_t i) { return load(x + i); }) : 0.0f;
-    float squares = 0;
-    {
-      Vector sum = {};
-      int64_t i = 0;
-      for (; i + kLanes <= size; i += kLanes) {
-        const Vector value = numbers::Load(x + i) - center;
-        sum += value * value;
-      }
-      for (; i < size; ++i) squares += (x[i] - center) * (x[i] - center);
-      squares += numbers::Sum(sum);
-    }
-    const float inverse = 1.0f / std::sqrt(squares / size + epsilon);
+    const numbers::Moments moments(x, size, centered, epsilon);
+    const float center = moments.mean, inverse = moments.inverse;
     const float average =
         centered ? mean([&](const auto& load, int64_t i) { return load(dy + i) * load(weight + i); }) : 0.0f;
     const float along = mean([&](const auto& load, int64_t i) {

@@ -158,30 +158,36 @@ inline Vector Relu(Vector x) {
   return x < zero ? zero : x;
 }
 
+// The sum of of(from[i]) for all i.
+template <class Of>
+float SumOf(const float* from, int64_t size, const Of& of) {
+  Vector sum = {};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += of(Load(from + i));
+  for (; i < size; ++i) rest += of(from[i]);
+  return rest + Sum(sum);
+}
+
+// Of a row: its mean, taken for 0 if not centered, and 1 / sqrt(variance + epsilon).
+struct Moments {
+  float mean, inverse;
+  Moments(const float* row, int64_t size, bool centered, float epsilon)
+      : mean(centered ? SumOf(row, size, [](auto x) { return x; }) / size : 0.0f) {
+    const float squares = SumOf(row, size, [this](auto x) { return (x - mean) * (x - mean); });
+    inverse = 1.0f / std::sqrt(squares / size + epsilon);
+  }
+};
+
 // to = (from - mean) / sqrt(variance + epsilon) * weight + bias; without a bias, the mean is taken for 0.
 inline void Normalize(const float* from, int64_t size, const float* weight, const float* bias, float epsilon,
                       float* to) {
-  float mean = 0;
-  if (bias != nullptr) {
-    Vector sum = {};
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) sum += Load(from + i);
-    for (; i < size; ++i) mean += from[i];
-    mean = (mean + Sum(sum)) / size;
-  }
-  Vector squares = {};
-  float rest = 0;
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    const Vector value = Load(from + i) - mean;
-    squares += value * value;
-  }
-  for (; i < size; ++i) rest += (from[i] - mean) * (from[i] - mean);
-  const float inverse = 1.0f / std::sqrt((rest + Sum(squares)) / size + epsilon);
+  const Moments of_row(from, size, bias != nullptr, epsilon);
+  const float mean = of_row.mean, inverse = of_row.inverse;
   if (bias == nullptr)
-    for (i = 0; i < size; ++i) to[i] = from[i] * inverse * weight[i];
+    for (int64_t i = 0; i < size; ++i) to[i] = from[i] * inverse * weight[i];
   else
-    for (i = 0; i < size; ++i) to[i] = (from[i] - mean) * inverse * weight[i] + bias[i];
+    for (int64_t i = 0; i < size; ++i) to[i] = (from[i] - mean) * inverse * weight[i] + bias[i];
 }
 
 inline float Largest(const float* values, int64_t size) {
@@ -201,14 +207,8 @@ inline float Largest(const float* values, int64_t size) {
 inline float Softmax(float* scores, int64_t size, float scale = 1.0f) {
   const float largest = Largest(scores, size);
   Map(scores, size, scores, [&](Vector x) { return Exp((x - largest) * scale); });
-  Vector sum = {};
-  float total = 0;
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) sum += Load(scores + i);
-  for (; i < size; ++i) total += scores[i];
-  total += Sum(sum);
-  const float inverse = 1.0f / total;
-  for (i = 0; i < size; ++i) scores[i] *= inverse;
+  const float total = SumOf(scores, size, [](auto x) { return x; }), inverse = 1.0f / total;
+  for (int64_t i = 0; i < size; ++i) scores[i] *= inverse;
   return largest * scale + std::log(total);
 }
 
