@@ -20,7 +20,6 @@ from ppfleetx.distributed.device import has_kernels, on_card, on_gpu
 from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of, scale_all
-from ppfleetx.utils.devices import cpu_obstacle
 from ppfleetx.utils.log import get_logger
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
@@ -209,7 +208,4 @@ class Precision:
 def _why(dtype: str) -> str:
     if on_gpu():
         return _NEEDS[dtype]
-    if on_card():
-        return ""
-    missing = "its operators are not compiled (python -m ppfleetx.nn.cpu_ops does that)"
-    return f": {cpu_obstacle(dtype) or missing}"
+    return "" if on_card() else f": {bfloat16.obstacle(dtype)}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.distributed import checks, coordination
 
@@ -74,6 +77,22 @@ def configurations(differ: bool) -> str:
     ctx = context(dp=2)
     values = {"Model.num_layers": 2 + (ctx.rank if differ else 0), "Global.seed": 1}
     return told(lambda: checks.check_same_configuration(ctx, values))
+
+
+def operators(options: list[str], missing: dict[str, list[int]]) -> str:
+    """Compare what the ranks compute with; ``missing`` says which ranks lack an operator library."""
+    from ppfleetx.core.engine.rank_consistency import check_configuration
+    from ppfleetx.nn.cpu_ops import bfloat16, ops
+    from ppfleetx.utils import devices
+
+    ctx = context(dp=3)
+    cfg = load_config("ppfleetx/configs/debug/gpt_nano.yaml", options)
+    with ExitStack() as stack:
+        for module, name in ((ops, "kernels"), (bfloat16, "bfloat16")):
+            has = ctx.rank not in missing.get(name, ())
+            stack.enter_context(mock.patch.object(module, "are_available", lambda has=has: has))
+        stack.enter_context(mock.patch.object(devices, "read_cpuinfo", lambda: "flags : avx512_bf16"))
+        return told(lambda: check_configuration(cfg, ctx))
 
 
 def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: bool) -> str:

@@ -1,5 +1,7 @@
 """Runtime checks find data and weights that must be equal, or different, between ranks."""
 
+import re
+
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan
@@ -18,6 +20,25 @@ def test_configurations(pools):
     assert the_same_on_all(pools(2).run(CASES + "configurations", differ=False)) == "nothing"
     message = the_same_on_all(pools(2).run(CASES + "configurations", differ=True))
     assert "ranks 0 and 1 run different configurations: Model.num_layers (2 and 3)" in message
+
+
+IN_BFLOAT16 = ["Engine.mix_precision.enable=auto", "Engine.mix_precision.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "missing", "expected"),
+    [
+        ([], {}, None),
+        ([], {"kernels": [0, 1, 2], "bfloat16": [1]}, None),
+        ([], {"kernels": [2]}, "ranks 0 and 2 .* CPU operators .'compiled' and 'operators are not compiled"),
+        (IN_BFLOAT16, {"bfloat16": [0]}, "ranks 0 and 1 .* bfloat16 on the CPU .*ppfleetx.nn.cpu_ops"),
+        (["Optimizer.muon.newton_schulz_dtype=auto"], {"bfloat16": [1]}, "bfloat16 on the CPU"),
+        (["Engine.checks=off"], {"kernels": [1]}, None),
+    ],
+)
+def test_operators_for_cpus(pools, options, missing, expected):
+    message = the_same_on_all(pools(3).run(CASES + "operators", options=options, missing=missing))
+    assert message == "nothing" if expected is None else re.search(expected, message)
 
 
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"sharding": 2}, {"mp": 2}, {"pp": 2}, {"sep": 2}], ids=str)

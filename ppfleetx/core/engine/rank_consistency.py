@@ -23,6 +23,8 @@ from ppfleetx.distributed.checks import (
 )
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import any_rank, gather, gather_numbers, raise_on_all_ranks
+from ppfleetx.distributed.device import is_card
+from ppfleetx.nn.cpu_ops import bfloat16, ops
 from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:
@@ -129,11 +131,21 @@ class Watch:
 
 
 def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Raise CheckFailedError unless all ranks have the same configuration, including device and directories.
-    Does nothing if ``Engine.checks`` is off.
+    """Raise CheckFailedError unless all ranks have the same configuration, including device and directories,
+    and the same operators for CPUs. Does nothing if ``Engine.checks`` is off.
     """
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
-        check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))
+        values = dict(flat_values(cfg.model_dump(mode="json")))
+        check_same_configuration(ctx, values | ({} if is_card(ctx.device) else _operators(cfg)))
+
+
+def _operators(cfg: RunConfig) -> dict[str, str]:
+    """Return which operators for CPUs this rank has, of those that change losses."""
+    found = {"CPU operators": "compiled" if ops.are_available() else ops.NOT_COMPILED}
+    precision = cfg.Engine.mix_precision
+    if precision.enable or cfg.Optimizer.muon.newton_schulz_dtype == "auto":
+        found["bfloat16 on the CPU"] = bfloat16.obstacle("bfloat16") or "compiled"
+    return found
 
 
 def _held(runner: StepRunner, *, states: bool) -> Iterator[tuple[str, Any, Any]]:

@@ -10,8 +10,9 @@ from functools import partial
 import paddle
 from paddle import _C_ops
 
-from ppfleetx.distributed.device import computes_in, on_card
+from ppfleetx.distributed.device import on_card
 from ppfleetx.nn.cpu_ops import ops
+from ppfleetx.utils.devices import cpu_obstacle
 
 are_available = partial(ops.load, "bfloat16")
 _entered = False
@@ -19,7 +20,12 @@ _entered = False
 
 def serves(dtype: str) -> bool:
     """Return whether the device is a CPU, and the operators of this module compute in ``dtype`` on it."""
-    return not on_card() and computes_in(dtype) and are_available()
+    return not on_card() and obstacle(dtype) is None
+
+
+def obstacle(dtype: str) -> str | None:
+    """Return why the operators of this module do not compute in ``dtype`` on this CPU; None if they do."""
+    return cpu_obstacle(dtype) or (None if are_available() else f"its {ops.NOT_COMPILED}")
 
 
 @contextmanager

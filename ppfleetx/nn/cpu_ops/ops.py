@@ -32,6 +32,8 @@ OPTIONS = (
 )
 """Options for the compiler."""
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops compiles operators for this CPU (needs a C++ compiler)"
+NOT_COMPILED = "operators are not compiled (python -m ppfleetx.nn.cpu_ops does that)"
+"""Text for messages."""
 _NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
 SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
 """Source file of each library. ``kernels`` has the operators of this module, each other library the operators
