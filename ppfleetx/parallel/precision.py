@@ -88,7 +88,8 @@ class LossScaler:
                     "to start with a new one"
                 )
             self.scale = float(scale)
-            self._quiet_steps, self._tolerated = steps
+            self._quiet_steps, tolerated = steps
+            self._tolerated = min(tolerated, self.hysteresis)  # a smaller hysteresis takes effect at once
             self._min_scale = min(self._min_scale, self.scale)
 
 

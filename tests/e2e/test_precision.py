@@ -82,12 +82,15 @@ def test_a_skipped_step_uses_its_samples_and_moves_nothing_else(whole, train):
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("save_at", [2, 10])
-def test_a_resumed_run_repeats_the_uninterrupted_one(whole, train, save_at):
-    """Stopped among the skipped steps, and in the middle of a window."""
-    first = train("first", HALF, Engine__save_load__save_steps=save_at)
+@pytest.mark.parametrize(("save_at", "hysteresis"), [(2, 1), (10, 1), (2, 3)])
+def test_a_resumed_run_repeats_the_uninterrupted_one(train, save_at, hysteresis):
+    """Stopped among the skipped steps, in the middle of a window, and before the last tolerated overflow."""
+    precision = {**HALF, "hysteresis": hysteresis}
+    whole = train("whole", precision)
+    assert records(whole)[save_at]["found_inf"] == (save_at == 2)
+    first = train("first", precision, Engine__save_load__save_steps=save_at)
     ckpt_dir = str(first / f"epoch_0_step_{save_at}")
-    second = train("second", HALF, Engine__save_load__ckpt_dir=ckpt_dir)
+    second = train("second", precision, Engine__save_load__ckpt_dir=ckpt_dir)
     assert progress(second) == progress(whole)[save_at:]
 
 

@@ -88,6 +88,14 @@ def test_a_shorter_window_of_a_resumed_run_counts():
     assert resumed.scale == 128.0
 
 
+def test_a_smaller_hysteresis_of_a_resumed_run_counts():
+    """Otherwise the first overflow would still be tolerated."""
+    resumed = LossScaler(64.0, hysteresis=1)
+    resumed.load_state(LossScaler(64.0, hysteresis=4).state())
+    resumed.update(True)
+    assert resumed.scale == 32.0
+
+
 def test_a_constant_scale():
     scaler = LossScaler(128.0, window=1, hysteresis=1, dynamic=False)
     for overflow in (True, False, True):
