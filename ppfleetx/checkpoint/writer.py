@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint import housekeeping, storage
+from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import (
     MANIFEST_FILE,
     MARKER_FILE,
@@ -21,7 +22,7 @@ from ppfleetx.checkpoint.manifest import (
     rank_directory,
     step_directory,
 )
-from ppfleetx.checkpoint.reader import damage_of, open_checkpoint
+from ppfleetx.checkpoint.reader import damage_of, open_checkpoint, read_marker
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
@@ -169,11 +170,11 @@ def commit(
     content = manifest.to_bytes()
     Manifest.from_bytes(content, "the checkpoint about to be saved")
     storage.write_small(staged / MANIFEST_FILE, content)
-    storage.write_small(staged / MARKER_FILE, marker_of(content, time.time_ns()))
+    output_dir = staged.parent
+    storage.write_small(staged / MARKER_FILE, marker_of(content, _time_of_save(output_dir)))
     fsync_dir(staged)
     # The hidden name keeps it from being found as a checkpoint, despite the marker.
     open_checkpoint(staged)
-    output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
     housekeeping.ensure_replaceable(target, ownership)
     housekeeping.publish(staged, target)
@@ -181,6 +182,14 @@ def commit(
     if ownership is not None:
         housekeeping.keep_newest(output_dir, ownership)
     return target
+
+
+def _time_of_save(output_dir: Path) -> int:
+    """Return the time, in nanoseconds since 1970, that a new checkpoint gets. It is later than that of every
+    checkpoint in ``output_dir``, even if the clock was set back, because this time decides which is the
+    newest."""
+    newest = newest_complete(output_dir)
+    return max(time.time_ns(), 0 if newest is None else 1 + int(read_marker(newest)["saved_at_ns"]))
 
 
 def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEntry]:

@@ -152,6 +152,14 @@ def test_keep_max_deletes_complete_ones_only(tmp_path):
         Ownership(OWN, keep_max=0)
 
 
+def test_the_newest_is_kept_after_the_clock_was_set_back(tmp_path, monkeypatch):
+    for step, seconds in ((1, 1000), (2, 2000), (3, 500), (4, 501)):
+        monkeypatch.setattr("time.time_ns", lambda at=seconds: at * 10**9)
+        last = save(tmp_path, step=step, keep_max=2)
+        assert last == resolve_checkpoint(tmp_path) == newest_complete(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("epoch_*")) == ["epoch_0_step_3", "epoch_0_step_4"]
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_saving_under_a_name_in_use_replaces_it(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
