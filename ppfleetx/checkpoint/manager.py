@@ -18,9 +18,9 @@ from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_director
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import RankIndex, commit, saving, write_rank
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.coordination import beat_seconds, gather_numbers
+from ppfleetx.distributed.coordination import beat_seconds, gather_numbers, joint_errors
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.utils.log import get_logger
 
@@ -63,58 +63,61 @@ class SharedSave:
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
-    def publish(self, written: Sequence[RankIndex | None]) -> str | None:
+    def publish(self, written: Sequence[RankIndex | None]) -> None:
         """On rank 0, write the documents and the manifest, rename the checkpoint to its final name, update
-        the file ``latest``, delete the run's old checkpoints, and return the path. Returns None on other
-        ranks. Raises CheckpointError if the files are incomplete or damaged, or if a checkpoint of the same
-        name must not be replaced.
+        the file ``latest``, and delete the run's old checkpoints. Raises CheckpointError if the files are
+        incomplete or damaged, or if a checkpoint of the same name must not be replaced.
 
         Args:
             written: the results of `write` on all ranks, in the order of the ranks.
         """
         if not self._ctx.is_main:
-            return None
+            return
         ranks = [
             {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": index and index.directory}
             for rank, index in enumerate(written)
         ]
         manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
         indices = [index for index in written if index is not None]
-        return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
+        commit(self._staged, manifest, indices, self._ownership, self._documents)
 
     def close(self) -> None:
         self._stack.close()
 
-    def on_all_ranks(self, act: Callable[[], Result]) -> list[Result]:
-        """Call the function ``act`` on every rank, and return the results of all ranks, in the order of the
-        ranks.
-
-        If the function raises OSError or CheckpointError on any rank, all ranks raise CheckpointError.
-        """
+    def on_all_ranks(self, act: Callable[[], Result]) -> Result:
+        """Call the function ``act`` on every rank, and return its result on this rank. If it raises OSError
+        or CheckpointError on any rank, all ranks raise CheckpointError. Any other error ends all ranks
+        (:func:`raise_on_all_ranks`)."""
         try:
-            outcome = (act(), None)
-        except OSError as error:
-            outcome = (None, describe_os_error(error))
-        except CheckpointError as error:
-            outcome = (None, str(error))
-        outcomes: list[tuple[Result, str | None]] = [outcome]
-        if self._ctx.world_size > 1:
-            from paddle import distributed
+            with joint_errors(self._ctx):
+                try:
+                    return act()
+                except OSError as error:
+                    raise CheckpointError(describe_os_error(error)) from error
+        except UserError as error:
+            raise CheckpointError(
+                f"checkpoint {self.path.name} could not be written to {self._output_dir}: {error}. "
+                "Earlier checkpoints are unchanged."
+            ) from error
 
-            outcomes = []
-            distributed.all_gather_object(outcomes, outcome)
-        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
-        if failed:
-            what = f"the checkpoint could not be saved; {'; '.join(failed)}"
-            if self._ctx.world_size == 1:
-                name = step_directory(*self._at)
-                what = f"checkpoint {name} could not be written to {self._output_dir}: {outcome[1]}"
-            raise CheckpointError(f"{what}. Earlier checkpoints are unchanged.")
-        return [result for result, _ in outcomes]
+    def of_all_ranks(self, index: RankIndex | None) -> list[RankIndex | None]:
+        """Return the ``index`` of every rank, in the order of the ranks."""
+        if self._ctx.world_size == 1:
+            return [index]
+        from paddle import distributed
+
+        indices: list[RankIndex | None] = []
+        distributed.all_gather_object(indices, index)
+        return indices
+
+    @property
+    def path(self) -> Path:
+        """The path of the checkpoint when it is complete."""
+        return self._output_dir / step_directory(*self._at)
 
     @property
     def _staged(self) -> Path:
-        return self._output_dir / f"{SAVING}{step_directory(*self._at)}"
+        return self._output_dir / f"{SAVING}{self.path.name}"
 
 
 class CheckpointManager:
@@ -145,10 +148,11 @@ class CheckpointManager:
         checkpoints are unchanged."""
         pieces, save = list(tensors), self._begin(epoch, step, state)
         try:
-            indices = save.on_all_ranks(lambda: save.write(pieces))
-            return _logged(save.on_all_ranks(lambda: save.publish(indices)))
+            indices = save.of_all_ranks(save.on_all_ranks(lambda: save.write(pieces)))
+            save.on_all_ranks(lambda: save.publish(indices))
         finally:
             save.close()
+        return _logged(save.path)
 
     def _begin(self, epoch: int, step: int, state: Mapping[str, Any]) -> SharedSave:
         what = {"state": state, "ownership": self.ownership, **self._description}
@@ -190,11 +194,11 @@ class BackgroundManager(CheckpointManager):
         the error.
         """
         assert self._task is None, "a save is still under way"
-        pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
+        pieces = list(tensors)
         self._save = save = self._begin(epoch, step, state)
         self._is_written = self._ctx.world_size == 1  # a single process publishes without waiting for others
         try:
-            copied, copy = self._copier.prepare(pieces)
+            copied, copy = save.on_all_ranks(lambda: self._copier.prepare(pieces))
         except BaseException:
             self._close()  # releases the lock of the output directory for the next save
             raise
@@ -204,7 +208,7 @@ class BackgroundManager(CheckpointManager):
             return save.publish([index]) if self._is_written else index
 
         self._task = Task(write, first=copy)
-        return path
+        return save.path
 
     def wait_for_copy(self) -> None:
         if self._task is not None:
@@ -221,15 +225,16 @@ class BackgroundManager(CheckpointManager):
         try:
             # Only the main thread communicates, because otherwise collectives of saving and training could
             # interleave.
-            results = save.on_all_ranks(self._task.result)
+            result = save.on_all_ranks(self._task.result)
+            if not self._is_written:
+                indices = save.of_all_ranks(result)
+                self._is_written, self._task = True, Task(lambda: save.publish(indices))
+                return None
         except BaseException:
             self._close()
             raise
-        if not self._is_written:
-            self._is_written, self._task = True, Task(lambda: save.publish(results))
-            return None
         self._close()
-        return _logged(results)
+        return _logged(save.path)
 
     def wait(self) -> Path | None:
         path = None
@@ -260,9 +265,9 @@ class BackgroundManager(CheckpointManager):
         self._task = self._save = None
 
 
-def _logged(published: Sequence[str | None]) -> Path:
-    get_logger().info(f"saved {published[0]}")
-    return Path(published[0])
+def _logged(path: Path) -> Path:
+    get_logger().info(f"saved {path}")
+    return path
 
 
 class HostCopier:

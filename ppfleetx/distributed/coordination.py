@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ppfleetx.config.errors import UserError
+from ppfleetx.config.errors import PeerEndedError, UserError
 from ppfleetx.config.formatting import ranks_text
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
@@ -61,25 +61,35 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: a UserError that one rank raises inside is raised on all ranks. With ``name_ranks``,
-    the message begins with the numbers of the ranks that raised it, unless all ranks did. The code inside
-    must not communicate."""
-    error: UserError | None = None
+    """Context manager: an error that one rank raises inside ends the block on all ranks, as described at
+    :func:`raise_on_all_ranks`. With ``name_ranks``, the message of a UserError begins with the numbers of the
+    ranks that raised it, unless all ranks did. The code inside must not communicate."""
     try:
         yield
-    except UserError as found:
-        error = found
-    raise_on_all_ranks(ctx, error, name_ranks=name_ranks)
+    except Exception as error:  # noqa: BLE001 - raised again
+        raise_on_all_ranks(ctx, error, name_ranks=name_ranks)
+    else:
+        raise_on_all_ranks(ctx, None, name_ranks=name_ranks)
 
 
-def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
+def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, name_ranks: bool = True) -> None:
+    """Raise an error on all ranks if any rank passes one. If all such errors are UserErrors, this is a
+    UserError with the message of the first. Any other error, such as a bug, is raised on its own rank; the
+    others raise PeerEndedError with its text, instead of waiting for a rank that has ended."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
         return
-    texts = gather(ctx, None if error is None else str(error))
-    if any(text is not None for text in texts):
-        message = joint_message(texts, name_ranks=name_ranks)
+    is_users = isinstance(error, UserError)
+    text = str(error) if is_users or error is None else f"{type(error).__name__}: {error}"
+    found = gather(ctx, None if error is None else [is_users, text])
+    failed = [None if one is None or one[0] else one[1] for one in found]
+    if any(text is not None for text in failed):
+        if error is not None and not is_users:
+            raise error
+        raise PeerEndedError(f"another rank has failed: {joint_message(failed)}") from error
+    if any(one is not None for one in found):
+        message = joint_message([one and one[1] for one in found], name_ranks=name_ranks)
         if error is not None and message == str(error):
             raise error
         raise JointError(message) from error
@@ -137,10 +147,7 @@ def _make_with_heartbeats(ctx: ParallelContext, make: Callable[[], T] | None) ->
         with RECORD.asking(only=make is None):
             while any_rank(ctx, not _done(future)):
                 pass
-    failure = future.exception()
-    if failure is not None and not isinstance(failure, UserError):
-        raise failure
-    raise_on_all_ranks(ctx, failure, name_ranks=_has_other_nodes(ctx))
+    raise_on_all_ranks(ctx, future.exception(), name_ranks=_has_other_nodes(ctx))
     return future.result()
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 from ppfleetx.config.batch_sizes import BatchPlan
-from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.config.errors import DataError, PeerEndedError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.distributed import checks, coordination
@@ -42,15 +42,18 @@ def gathered() -> list:
     return [coordination.gather(ctx, value), coordination.gather_numbers(ctx, [ctx.rank, 2**40]).tolist()]
 
 
-def mistake(failing: list[int], name_ranks: bool) -> str:
+def mistake(failing: list[int], name_ranks: bool, with_defect: int | None = None) -> str:
+    """The ranks ``failing`` make a user's mistake; the rank ``with_defect`` has another error."""
     ctx = context(dp=3)
-
-    def act() -> None:
+    try:
         with coordination.joint_errors(ctx, name_ranks=name_ranks):
+            if ctx.rank == with_defect:
+                raise TypeError("a defect")
             if ctx.rank in failing:
                 raise DataError("no such corpus")
-
-    return told(act)
+    except (UserError, TypeError, PeerEndedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:

@@ -28,6 +28,12 @@ def test_a_mistake_of_one_rank_is_raised_by_all(pools, failing, name_ranks, expe
     assert pools(3).run(CASES + "mistake", failing=failing, name_ranks=name_ranks) == expected
 
 
+def test_a_defect_of_one_rank_ends_all(pools):
+    first, *others = pools(3).run(CASES + "mistake", failing=[1], name_ranks=False, with_defect=0)
+    assert first == "TypeError: a defect"
+    assert others == ["PeerEndedError: another rank has failed: rank 0: TypeError: a defect"] * 2
+
+
 def test_the_first_rank_of_a_node_makes_what_the_others_find(pools, tmp_path):
     results = pools(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=False)
     assert results == [["nothing", ["made by rank 0"]]] * 3

@@ -101,3 +101,13 @@ def train_with_bytes_that_do_not_arrive(
 
     with _writing(flip, failing_steps, rank):
         program.train(values, world)
+
+
+def train_with_a_defect(values: Mapping[str, Any], world: int, failing_steps: list[int], rank: int) -> None:
+    """Train; on ``rank``, the code that writes the checkpoints of these steps is wrong."""
+
+    def fail(path: Path, write: Callable[[], Any]) -> None:
+        raise TypeError("a defect")
+
+    with _writing(fail, failing_steps, rank):
+        program.train(values, world)

@@ -91,10 +91,22 @@ def test_one_rank_whose_part_is_not_written_is_named_by_all(
 ):
     program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background)
     for outcome in program.call(f"tests.faults.program:{target}", failing_steps=[2], rank=1, **more):
-        assert re.match(f"CheckpointError: the checkpoint could not be saved; {words}", outcome.error)
+        assert re.match(
+            rf"CheckpointError: checkpoint epoch_0_step_2 could .* to \S+: {words}", outcome.error
+        )
         assert "rank 0" not in outcome.error
     assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))
     assert resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_1"
+
+
+@BOTH_WAYS
+def test_a_defect_on_one_rank_ends_all(pools, corpus, tmp_path, in_background):
+    """Even with ``continue``, and at once: the others do not wait for a rank that has ended."""
+    program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background, on_save_error="continue")
+    first, second = program.call("tests.faults.program:train_with_a_defect", failing_steps=[2], rank=1)
+    assert second.error == "TypeError: a defect"
+    assert first.error == "PeerEndedError: another rank has failed: rank 1: TypeError: a defect"
+    assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))
 
 
 @pytest.mark.slow_after(1)
