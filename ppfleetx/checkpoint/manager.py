@@ -26,6 +26,8 @@ from ppfleetx.utils.log import get_logger
 
 Result = TypeVar("Result")
 
+_THREAD = "checkpoint"
+
 
 class SharedSave:
     """One save of a checkpoint by all ranks of a job, which must share the file system of ``output_dir``.
@@ -212,7 +214,8 @@ class BackgroundManager(CheckpointManager):
 
     def wait_for_copy(self) -> None:
         if self._task is not None:
-            self._task.first_done.wait()
+            with RECORD.awaiting(_THREAD):
+                self._task.first_done.wait()
 
     def poll(self) -> Path | None:
         """Continue the save in progress without waiting. Returns the checkpoint's path if it is now complete,
@@ -238,9 +241,9 @@ class BackgroundManager(CheckpointManager):
 
     def wait(self) -> Path | None:
         path = None
-        while self._task is not None:
-            self._task.done.wait(beat_seconds())
-            with RECORD.asking():
+        with RECORD.awaiting(_THREAD, polls=True):
+            while self._task is not None:
+                self._task.done.wait(beat_seconds())
                 path = self.poll()
         return path
 
@@ -315,7 +318,7 @@ class Task:
         self._act, self._first = act, first
         self._value: Any = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
 
     def result(self) -> Any:
         assert self.done.is_set()

@@ -16,6 +16,7 @@ import numpy as np
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.formatting import counted
 from ppfleetx.data.gpt_dataset import PADDING, Sample
+from ppfleetx.resilience.flight_recorder import RECORD
 
 Tail = Literal["wrap", "drop", "pad"]
 
@@ -135,6 +136,7 @@ def shortened(micro_batches: Sequence[MicroBatch], length: int) -> list[MicroBat
     ]
 
 
+_THREADS = "data"
 _PREFETCH_PER_WORKER = 2  # steps that each thread prepares in advance
 
 
@@ -221,12 +223,13 @@ class DataLoader:
 
     def _prefetch(self) -> Iterator[list[MicroBatch]]:
         steps = iter(self.sampler)
-        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="data")
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix=_THREADS)
         try:
             ahead = islice(steps, self.num_workers * _PREFETCH_PER_WORKER)
             pending: deque[Future] = deque(pool.submit(self._load, step) for step in ahead)
             while pending:
-                batch = pending.popleft().result()
+                with RECORD.awaiting(_THREADS):
+                    batch = pending.popleft().result()
                 pending.extend(pool.submit(self._load, step) for step in islice(steps, 1))
                 yield batch
         finally:

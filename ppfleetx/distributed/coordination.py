@@ -22,6 +22,7 @@ from ppfleetx.resilience.flight_recorder import RECORD
 T = TypeVar("T")
 
 _BEAT_SECONDS = 30.0
+_HELPER = "first-on-node"
 
 
 class JointError(UserError):
@@ -142,9 +143,9 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
 def _make_with_heartbeats(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
     """Run ``make`` (None: nothing) in a thread and return its result. Exchange heartbeats with the other
     ranks until the ``make`` of every rank has ended."""
-    with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
+    with ThreadPoolExecutor(1, thread_name_prefix=_HELPER) as pool:
         future = pool.submit(make or (lambda: None))
-        with RECORD.asking(only=make is None):
+        with RECORD.awaiting(_HELPER, polls=True):
             while any_rank(ctx, not _done(future)):
                 pass
     raise_on_all_ranks(ctx, future.exception(), name_ranks=_has_other_nodes(ctx))

@@ -71,6 +71,9 @@ class CallRecord:
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.
+        helper: the beginning of the names of the threads of this process that the main thread waits for; ""
+            if it waits for none.
+        polls: whether it polls the other ranks meanwhile.
         failed, failure: the last call that failed, and its error; None if no call has failed.
     """
 
@@ -79,7 +82,7 @@ class CallRecord:
         self.blocked_on: Callable[[], Any] | None = None
         self.join_device: Callable[[], None] = lambda: None
         self.names: dict[int, str] = {}
-        self.waited, self.reads, self._asks, self._only_asks = 0.0, False, False, False
+        self.waited, self.reads, self.helper, self.polls = 0.0, False, "", False
         self.failed: Call | None = None
         self.failure: BaseException | None = None
         self._counts: dict[int, list[Any]] = {}
@@ -101,16 +104,16 @@ class CallRecord:
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
-    def asking(self, *, only: bool = False) -> Iterator[None]:
-        """Context manager for collectives that only poll other ranks, which the watchdog does not count as
-        progress. ``only`` says that the program does nothing else inside the block; it then counts as waiting
-        between two polls, too."""
-        before = self._asks, self._only_asks
-        self._asks, self._only_asks = True, only
+    def awaiting(self, helper: str, *, polls: bool = False) -> Iterator[None]:
+        """Context manager in which the main thread waits for threads whose names begin with ``helper``. With
+        ``polls``, it polls the other ranks until the threads of all ranks are done; the watchdog does not
+        count these collectives as progress."""
+        before = self.helper, self.polls
+        self.helper, self.polls = helper, polls
         try:
             yield
         finally:
-            self._asks, self._only_asks = before
+            self.helper, self.polls = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
         """Record that the call with this ``task`` failed with ``error`` while the program waited for it."""
@@ -137,7 +140,7 @@ class CallRecord:
         tensor = _tensor_in(arguments)
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
         call = Call(operation, group, number, peer, shape, dtype)
-        call.asks = self._asks
+        call.asks = self.polls
         self.calls.append(call)
         return call
 
@@ -178,15 +181,15 @@ class CallRecord:
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None."""
+        """Return the call in which ``thread`` is waiting, or None. A thread that ``polls`` waits between two
+        polls, too."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
                 return call
         task = None if self.blocked_on is None else self.blocked_on()
         found = next((call for call in reversed(calls) if task is not None and call.task is task), None)
-        # Between two polls, the program counts as still waiting in the earlier one.
-        if found is None and self._only_asks:
+        if found is None and self.polls:
             found = next((call for call in reversed(calls) if call.asks and call.thread == thread), None)
         return found
 

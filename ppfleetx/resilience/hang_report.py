@@ -25,8 +25,6 @@ FORMAT = 1
 _LONGEST = 600  # characters of an error message
 _IMPORTS = "<frozen importlib._bootstrap>"
 _WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
-# Files in which the main thread waits for other threads, with the name prefixes of these threads.
-_HELPERS = {"loader.py": "data", "manager.py": "checkpoint", "coordination.py": "first-on-node"}
 _IDLE = "_worker"  # the function in which an idle thread of a pool waits
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
 
@@ -199,9 +197,11 @@ def capture_report(
     """
     record.join_device()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
+    helper = _place_of_helper(record.helper) if record.helper else ""
+    call = None
     if failed is not None:
         call = record.failed if lost or record.failure is failed else None
-    else:
+    elif not helper:  # a poll of the other ranks is not what it waits for while its own thread works
         call = record.waited_for(threading.main_thread().ident)
         if call is None and (record.reads or _waits_for_a_device(frame)):
             call = next((call for call in list(record.calls) if not call.is_done), None)
@@ -216,7 +216,7 @@ def capture_report(
         timeout=timeout,
         works=works,
         computes=computes,
-        where=main_place(frame) if failed is None else raised_at(failed),
+        where=raised_at(failed) if failed is not None else helper or innermost(frame),
         importing=importing(frame),
         failure="" if failed is None else _first_line(failed),
         lost=lost,
@@ -303,20 +303,16 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 # -- the place of a thread, from its Python stack --------------------------------------------
 
 
-def main_place(frame: FrameType | None) -> str:
-    """Return where the main thread is, as ``file.py:12 in function``. If it waits for a helper thread of
-    ppfleetx, return where that thread is."""
-    own = innermost(frame)
-    begins = _HELPERS.get(own.partition(":")[0])
-    if begins is None or frame is None or not _is_waiting(frame):
-        return own
+def _place_of_helper(name: str) -> str:
+    """Return where a thread is whose name begins with ``name``, as ``file.py:12 in function, in thread
+    data_0``; "" if all these threads are idle or have ended."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
-        if thread.name.startswith(begins):
+        if thread.name.startswith(name):
             where = innermost(frames.get(thread.ident or 0))
             if where and not where.endswith(f" in {_IDLE}"):
                 return f"{where}, in thread {thread.name}"
-    return own
+    return ""
 
 
 def raised_at(error: BaseException) -> str:

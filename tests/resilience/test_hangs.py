@@ -16,7 +16,7 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.resilience import hang_report, report_dir
+from ppfleetx.resilience import report_dir
 from ppfleetx.resilience.flight_recorder import CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
@@ -357,22 +357,33 @@ def test_each_micro_batch_is_progress(monkeypatch):
     assert seen == [True] * 5
 
 
-def test_files_whose_threads_are_followed_exist():
-    there = {file.name for file in (Path(hang_report.__file__).parents[1]).rglob("*.py")}
-    assert set(hang_report._HELPERS) <= there
-
-
-def test_a_rank_that_only_polls_waits_between_two_polls_as_well() -> None:
+def test_a_rank_that_polls_waits_between_two_polls_as_well() -> None:
     record = CallRecord()
     poll = record.recorded(lambda group: None, "all_gather")
     main = threading.main_thread().ident
-    with record.asking():
-        poll(SimpleNamespace())
-        assert record.waited_for(main) is None  # it also works
-    record.calls.clear()
     record.recorded(lambda group: None, "all_reduce")(SimpleNamespace())
-    with record.asking(only=True):
+    with record.awaiting("none", polls=True):
         assert record.waited_for(main) is None  # nothing is polled yet
         poll(SimpleNamespace())
         assert record.waited_for(main).number == 0
     assert record.waited_for(main) is None
+
+
+def test_a_rank_whose_own_thread_hangs_is_there_also_in_the_middle_of_a_poll() -> None:
+    """Not in the collective by which the main thread asks the other ranks whether they are ready."""
+    record, reports, end, job = CallRecord(), [], threading.Event(), SimpleNamespace()
+
+    def report_of(group: object) -> None:
+        reports.append(capture_report(Identity(), Progress(), record, quiet=9.0, timeout=1.0, works=False))
+
+    poll = record.recorded(report_of, "all_gather")
+    thread = threading.Thread(target=end.wait, args=(30,), name="helper_0")
+    thread.start()
+    with record.awaiting("helper", polls=True):
+        poll(job)
+        end.set()
+        thread.join()
+        poll(job)
+    hangs, is_done = reports
+    assert hangs.where.endswith(", in thread helper_0") and hangs.waits_for is None
+    assert is_done.waits_for.number == 1
