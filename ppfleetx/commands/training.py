@@ -127,12 +127,14 @@ def _go_back(
     if not start.resumes:
         return None
     engine.schedule = start.restore(engine.runner, engine.schedule, fingerprints, cfg)
-    engine.state = start.state
     # The samples up to the spike are skipped.
-    engine.state.consumed_samples = consumed_samples
+    start.state.consumed_samples, start.state.data_start = consumed_samples, engine.state.data_start
+    engine.state = start.state
     with joint_errors(ctx):
         callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
-    return iter(_loader(cfg, ctx, "Train", consumed_samples=consumed_samples))
+    loader = _loader(cfg, ctx, "Train")
+    loader.sampler.start_after(consumed_samples, engine.state.data_start)
+    return iter(loader)
 
 
 def _pruning(
@@ -241,14 +243,8 @@ def build_runner(
     return runner
 
 
-def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
-    loader = build_dataloader(
-        cfg,
-        mode,
-        data_rank=ctx.data_rank,
-        data_size=ctx.data_size,
-        consumed_samples=consumed_samples,
-    )
+def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str) -> DataLoader:
+    loader = build_dataloader(cfg, mode, data_rank=ctx.data_rank, data_size=ctx.data_size)
     for line in loader.describe().splitlines():
         get_logger().info(line)
     return loader
@@ -276,7 +272,8 @@ def _data(
     for line in token_id_lines(cfg):
         get_logger().info(line)
     tokenizer, train_loader = load_tokenizer(cfg), _loader(cfg, ctx, "Train")
-    train_loader.sampler.start_after(start.consumed_samples(train_loader.fingerprint))
+    start.reset_data(train_loader.fingerprint)
+    train_loader.sampler.start_after(start.state.consumed_samples, start.state.data_start)
     eval_sets = _eval_sets(cfg, ctx) if evaluates else {}
     _verify(cfg, ["Train", "Eval"] if evaluates else ["Train"])
     return tokenizer, train_loader, eval_sets

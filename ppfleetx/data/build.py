@@ -69,12 +69,10 @@ def build_dataloader(
     mode: Mode,
     data_rank: int = 0,
     data_size: int = 1,
-    consumed_samples: int = 0,
 ) -> DataLoader:
-    """Build the data loader of ``Data.<mode>`` for one data rank. Training starts after ``consumed_samples``
-    and never ends. Every evaluation reads the same batches: all of a finetuning dataset, or as many samples
-    of corpora as the configuration asks for. An incomplete last batch is left out, or filled with padding
-    samples, whose loss mask is 0.
+    """Build the data loader of ``Data.<mode>`` for one data rank. Training never ends. Every evaluation reads
+    the same batches: all of a finetuning dataset, or as many samples of corpora as the configuration asks
+    for. An incomplete last batch is left out, or filled with padding samples, whose loss mask is 0.
 
     Raises ConfigError if the section is missing, if its dataset is unknown or needs a tokenizer that is not
     configured, or if the global batch is not divisible by micro batch size x data ranks. Raises DataError if
@@ -97,7 +95,6 @@ def build_dataloader(
         batch.micro_batch_size,
         data_rank,
         data_size,
-        consumed_samples if mode == "Train" else 0,
         size_at=batch.size_at if mode == "Train" else None,
         tail=tail,
         shuffle_seed=_seed(cfg, mode) if shuffles else None,

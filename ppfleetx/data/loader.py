@@ -27,7 +27,6 @@ class GlobalBatchSampler:
 
     Args:
         total: number of samples in the dataset.
-        consumed_samples: number of samples already used. Every iteration starts after them.
         size_at: returns the batch size of the next step, given the number of consumed samples. None: the size
             is constant.
         tail: what happens at the end of the dataset. ``"wrap"``: the first sample follows the last.
@@ -46,7 +45,6 @@ class GlobalBatchSampler:
         micro_batch_size: int,
         data_rank: int = 0,
         data_size: int = 1,
-        consumed_samples: int = 0,
         *,
         size_at: Callable[[int], int] | None = None,
         tail: Tail = "wrap",
@@ -64,20 +62,22 @@ class GlobalBatchSampler:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.data_rank, self.data_size = data_rank, data_size
         self.size_at = size_at or (lambda _: global_batch_size)
-        self.start_after(consumed_samples)
+        self.start_after(0)
         self.tail: Tail = tail
         self.shuffle_seed = shuffle_seed
         self._pass, self._permutation = -1, np.empty(0, np.int64)
 
-    def start_after(self, consumed_samples: int) -> None:
-        """Start every iteration from now on after ``consumed_samples``."""
+    def start_after(self, consumed_samples: int, data_start: int = 0) -> None:
+        """Start every iteration from now on after ``consumed_samples``. The first sample of the dataset
+        followed after ``data_start`` of them."""
         self.consumed_samples, self._firsts = consumed_samples, [consumed_samples]
+        self.data_start = data_start
 
     @property
     def num_steps(self) -> int | None:
         if self.tail == "wrap":
             return None
-        left = max(0, self.total - self.consumed_samples)
+        left = max(0, self.total + self.data_start - self.consumed_samples)
         return left // self.global_batch_size if self.tail == "drop" else -(-left // self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
@@ -101,7 +101,7 @@ class GlobalBatchSampler:
         while len(self._firsts) <= step:
             self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
         first = self._firsts[step]
-        positions = np.arange(first, first + self.size_at(first), dtype=np.int64)
+        positions = first - self.data_start + np.arange(self.size_at(first), dtype=np.int64)
         if self.tail == "wrap":
             return self._visit(positions)
         return np.where(positions < self.total, self._visit(positions), PADDING)

@@ -24,18 +24,23 @@ def steps_of(sampler: GlobalBatchSampler, num: int) -> list[list[list[int]]]:
     return [[micro.tolist() for micro in next(batches)] for _ in range(num)]
 
 
+def after(consumed_samples: int, sampler: GlobalBatchSampler) -> GlobalBatchSampler:
+    sampler.start_after(consumed_samples)
+    return sampler
+
+
 def test_layout_of_micro_batches_and_ranks() -> None:
     """Consecutive chunks of micro batch x ranks, each rank taking its part of each chunk."""
-    assert steps_of(GlobalBatchSampler(100, 8, 2, 0, 2, 16), 1) == [[[16, 17], [20, 21]]]
-    assert steps_of(GlobalBatchSampler(100, 8, 2, 1, 2, 16), 1) == [[[18, 19], [22, 23]]]
+    assert steps_of(after(16, GlobalBatchSampler(100, 8, 2, 0, 2)), 1) == [[[16, 17], [20, 21]]]
+    assert steps_of(after(16, GlobalBatchSampler(100, 8, 2, 1, 2)), 1) == [[[18, 19], [22, 23]]]
 
 
 @pytest.mark.parametrize("shuffle_seed", [None, 3])
 @pytest.mark.parametrize(("data_size", "micro"), [(1, 8), (1, 4), (2, 2), (4, 1), (8, 1), (2, 4), (1, 1)])
 def test_a_step_is_the_same_set_for_every_plan(data_size: int, micro: int, shuffle_seed: int | None) -> None:
-    reference = GlobalBatchSampler(30, 8, 8, consumed_samples=5, shuffle_seed=shuffle_seed)
+    reference = after(5, GlobalBatchSampler(30, 8, 8, shuffle_seed=shuffle_seed))
     ranks = [
-        GlobalBatchSampler(30, 8, micro, rank, data_size, 5, shuffle_seed=shuffle_seed)
+        after(5, GlobalBatchSampler(30, 8, micro, rank, data_size, shuffle_seed=shuffle_seed))
         for rank in range(data_size)
     ]
     for step in range(12):  # beyond the end of the data
@@ -124,14 +129,16 @@ def test_resuming_gives_what_an_uninterrupted_run_reads(
     cfg = make_config(tmp_path, toy_prefix, f"Data.Train.loader.num_workers={num_workers}")
     whole = take(build_dataloader(cfg, "Train"), 30)
     assert [ids(step) for step in whole[:3]] == [list(range(8 * k, 8 * k + 8)) for k in range(3)]
-    rest = take(build_dataloader(cfg, "Train", consumed_samples=8 * 11), 19)
+    loader = build_dataloader(cfg, "Train")
+    after(8 * 11, loader.sampler)
+    rest = take(loader, 19)
     for left, right in zip(whole[11:], rest, strict=True):
         for a, b in zip(left, right, strict=True):
             assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def test_every_evaluation_reads_the_same_batches(tmp_path: Path, toy_prefix: str) -> None:
-    loader = build_dataloader(make_config(tmp_path, toy_prefix), "Eval", consumed_samples=80)
+    loader = build_dataloader(make_config(tmp_path, toy_prefix), "Eval")
     first, second = list(loader), list(loader)
     assert [ids(step) for step in first] == [ids(step) for step in second]
     assert np.concatenate([ids(step) for step in first]).tolist() == list(range(3 * 8))
@@ -173,8 +180,8 @@ def test_shuffling_visits_every_sample_once_a_pass_in_another_order(tmp_path: Pa
     assert sorted(first) == sorted(second) == list(range(total))
     assert first.tolist() != list(range(total)) and first.tolist() != second.tolist()
     assert loader.fingerprint != plain.fingerprint
-    later = build_dataloader(cfg, "Train", consumed_samples=16)
-    assert ids(take(later, 1)[0]) == seen[16:24].tolist()
+    after(16, loader.sampler)
+    assert ids(take(loader, 1)[0]) == seen[16:24].tolist()
 
 
 def test_several_corpora_are_blended_by_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.batch_sizes import Ramp, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import RuleError
@@ -63,8 +64,9 @@ def test_no_sample_is_skipped_or_read_twice_by_any_number_of_ranks() -> None:
             batch = [list(sampler.micro_batches(step)) for sampler in samplers]
             seen += [int(i) for parts in zip(*batch, strict=True) for part in parts for i in part]
         assert seen == list(range(len(seen)))
-        later = GlobalBatchSampler(1000, 12, 2, consumed_samples=8, size_at=ramp.size_at)
-        assert later.global_batch(0).tolist() == list(range(8, 8 + ramp.size_at(8)))
+        later = GlobalBatchSampler(1000, 12, 2, size_at=ramp.size_at)
+        later.start_after(8, data_start=8)
+        assert later.global_batch(0).tolist() == list(range(ramp.size_at(8)))
 
 
 @pytest.mark.parametrize("ramp", [(8, 2, 10), (2, 4, 10), (3, 5, 10), (2, 3, 10)])
@@ -85,6 +87,17 @@ def test_a_run_resumes_within_the_ramp_and_any_plan_trains_the_same(tool: Tool, 
     for one, other in zip(progress(whole), progress(wide), strict=True):
         assert one[:2] == other[:2]
         assert one[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def test_the_ramp_goes_on_where_the_data_start_from_the_beginning(tool: Tool, tmp_path: Path) -> None:
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    tool.ok(whole, *RAMP, "Engine.max_steps=6", "Engine.save_load.save_steps=3")
+    fresh = ("Engine.save_load.reset_data=True", "Data.Train.dataset.split=[7,3,0]")
+    start = f"Engine.save_load.ckpt_dir={whole}/epoch_0_step_3"
+    tool.ok(other, *RAMP, "Engine.max_steps=6", *fresh, start)
+    assert [step[:2] for step in progress(other)] == [step[:2] for step in progress(whole)[3:]]
+    state = open_checkpoint(other / "epoch_0_step_6").state["train"]
+    assert (state["consumed_samples"], state["data_start"]) == (30, 8)
 
 
 def test_epochs_are_refused(tool: Tool, tmp_path: Path) -> None:

@@ -91,6 +91,19 @@ def test_a_run_that_was_killed_after_it_went_back_meets_the_spike_again(pools, c
     assert len(records(tmp_path / "whole", "spike")) == 1
 
 
+def test_spikes_of_earlier_data_stay_on_record(pools, corpus, tmp_path):
+    """Where a run starts its data from the beginning; a later spike has its place in the new order."""
+    run(pools, corpus, tmp_path, "skip", ParallelPlan())
+    before = records(tmp_path, "spike")
+    fresh = {"Engine.save_load.resume": "auto", "Engine.save_load.reset_data": True}
+    more = {**fresh, "Engine.max_steps": 16, "Optimizer.lr.decay_steps": 100}
+    more["Engine.save_load.lr_schedule"] = "config"
+    run(pools, corpus, tmp_path, "skip", ParallelPlan(), overrides=more)
+    [first, second] = records(tmp_path, "spike")
+    assert [first] == before
+    assert (second["at_step"], second["samples"]) == (15, [80, 96])
+
+
 def test_stop_ends_the_run_with_what_it_found(pools, corpus, tmp_path):
     messages = run(pools, corpus, tmp_path, "stop", ParallelPlan(dp=2))
     assert all(messages)  # only the rank that reads the sample sees the number that this test puts there

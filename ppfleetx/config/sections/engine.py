@@ -167,8 +167,9 @@ class SaveLoadConfig(Section):
     load_rng: Bool = True
     """Restore the random number generators on resume."""
     reset_data: Bool = False
-    """Start the data from the beginning on resume (for another corpus). A run that `resume` continues does so
-    once; restarts by the same command go on in the data."""
+    """Start the data from the beginning on resume (for another corpus). Steps, schedules and the ramps of
+    batch size and sequence length go on. A run that `resume` continues does so once; restarts by the same
+    command go on in the data."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
     """The learning-rate schedule on resume: the checkpoint's, this configuration's, or `strict`: an error if
     they differ."""

@@ -343,7 +343,8 @@ class Engine:
             if moved is not None:
                 self._saved_step = self.state.step
                 self._guard.load_state(self.state.spikes)
-        spike = spike.answered(self.state.step if moved is not None else None, (begin, end))
+        samples = begin - self.state.data_start, end - self.state.data_start
+        spike = spike.answered(self.state.step if moved is not None else None, samples)
         gives_up = self._guard.stop_reason(spike)
         if gives_up:
             spike = replace(spike, action="stop")
@@ -354,7 +355,7 @@ class Engine:
         return moved
 
     def _position(self) -> tuple[int, int]:
-        return self.length.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
+        return self.length.position(self.state.data_position / self.cfg.batch.global_batch_size)
 
     def _save_once(self) -> None:
         if self.state.step != self._saved_step:

@@ -20,7 +20,9 @@ class TrainState:
 
     Attributes:
         step: number of steps done, including skipped ones.
-        consumed_samples: number of training samples used.
+        consumed_samples: number of training samples used. Batch size and sequence length ramp with it.
+        data_start: value of ``consumed_samples`` when the data last started from the beginning
+            (``Engine.save_load.reset_data``).
         epoch: number of completed passes over the training split.
         skipped_steps: number of steps without an update, because gradients overflowed or the loss or the
             gradient norm was a spike.
@@ -33,6 +35,7 @@ class TrainState:
 
     step: int = 0
     consumed_samples: int = 0
+    data_start: int = 0
     epoch: int = 0
     skipped_steps: int = 0
     evaluated_step: int = -1
@@ -44,6 +47,11 @@ class TrainState:
     def schedule_step(self) -> int:
         """The number of steps that were not skipped, on which learning rate and weight decay depend."""
         return self.step - self.skipped_steps
+
+    @property
+    def data_position(self) -> int:
+        """The number of samples used since the data last started from the beginning."""
+        return self.consumed_samples - self.data_start
 
     def to_json(self) -> dict[str, Any]:
         tree = asdict(self)
@@ -117,4 +125,4 @@ class TrainingLength:
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)
-        return self.position(samples / batch.global_batch_size)[0] == epoch
+        return self.position((samples - state.data_start) / batch.global_batch_size)[0] == epoch

@@ -102,17 +102,15 @@ class Start:
         log_changes(self.checkpoint, changed, self.options)
         return schedule
 
-    def consumed_samples(self, data: str) -> int:
-        """Return the number of samples that the run has used. With ``reset_data``, first set it and the epoch
-        to 0, unless the run has done so before and resumes with the same data. ``data`` is the hash of the
-        training data."""
+    def reset_data(self, data: str) -> None:
+        """With ``Engine.save_load.reset_data``, start the data from the beginning, unless the run has done so
+        before and resumes with the same data. ``data`` is the hash of the training data."""
         if self.resumes and self.options.reset_data:
             is_same = self.checkpoint.manifest.fingerprints.get("data") == data
             if is_same and self._goes_on_with("reset_data"):
                 self.options = self.options.model_copy(update={"reset_data": False})
             else:
-                self.state.consumed_samples = self.state.epoch = 0
-        return self.state.consumed_samples
+                self.state.data_start, self.state.epoch = self.state.consumed_samples, 0
 
     def _goes_on_with(self, option: str) -> bool:
         """Return whether ``resume`` found a checkpoint that was saved with the same value of ``option``,

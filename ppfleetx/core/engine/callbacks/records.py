@@ -154,7 +154,8 @@ class MetricsFile(Recorder):
         fields = spike.to_json()
         at_step = fields.pop("step")
         step = at_step if spike.to_step is None else spike.to_step
-        self.keep({"kind": "spike", "step": step, "at_step": at_step, **fields})
+        consumed = run.state.consumed_samples
+        self.keep({"kind": "spike", "step": step, "at_step": at_step, "consumed_samples": consumed, **fields})
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         self.keep({"kind": "stragglers", **found.to_json()})
@@ -183,8 +184,8 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Remove the records of steps after ``step`` from a metrics file. Also remove the records of loss spikes
-    whose samples are not among the first ``consumed`` samples of the run, and incomplete lines."""
+    """Remove the records of steps after ``step`` from a metrics file. Also remove those that were written
+    when the run had used more than ``consumed`` samples, and incomplete lines."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -200,8 +201,8 @@ def _has_happened(line: str, step: int, consumed: float) -> bool:
         at_step = record["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return False  # such as an incomplete last line
-    samples = record.get("samples") if record.get("kind") == "spike" else None
-    return at_step <= step and (not samples or samples[0] < consumed)
+    # A spike that made the run go back to a checkpoint has the step of this checkpoint.
+    return at_step <= step and record.get("consumed_samples", 0) <= consumed
 
 
 _KEY = "Engine.loggers"
