@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -130,14 +129,12 @@ class Members:
     Attributes:
         number: number of this process.
         names, addresses: names and addresses of all processes, by number.
-        token: 256 random bits that prove that a later connection belongs to this job.
         lines: the open connections, by the number of the process at the other end.
     """
 
     number: int
     names: list[str]
     addresses: list[Address | None]
-    token: bytes
     lines: dict[int, JsonConnection] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -228,11 +225,10 @@ class _Reception:
     def welcome_all(self) -> Members:
         members = [self._came[number] for number in range(self._size)]
         names, addresses = [one.name for one in members], [one.address for one in members]
-        token = secrets.token_bytes(32)
         for number, line in self._lines.items():
             with contextlib.suppress(OSError):  # the next use of a dead line raises the error
-                line.send({"number": number, "names": names, "addresses": addresses, "token": token.hex()})
-        return Members(0, names, addresses, token, self._lines)
+                line.send({"number": number, "names": names, "addresses": addresses})
+        return Members(0, names, addresses, self._lines)
 
     def refuse_all(self, error: RendezvousError) -> None:
         for line in self._lines.values():
@@ -327,8 +323,7 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
             said = line.receive(deadline + MARGIN_SECONDS)
         if "refused" not in said:
             addresses = [one and (str(one[0]), int(one[1])) for one in said["addresses"]]
-            token = bytes.fromhex(said["token"])
-            return Members(said["number"], said["names"], addresses, token, {0: line})
+            return Members(said["number"], said["names"], addresses, {0: line})
     except TimeoutError as error:
         line.close()
         raise _silent(first, seconds, is_heard=is_heard) from error

@@ -1,18 +1,15 @@
-"""Open the connections between the ranks of a CPU job. Both ends of a connection prove with a secret token
-that they belong to the job."""
+"""Open the connections between the ranks of a CPU job."""
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import struct
-import threading
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError
+from ppfleetx.distributed.cpu.wire import Peer, StartError
 from ppfleetx.distributed.rendezvous import (
     Address,
     Member,
@@ -25,10 +22,12 @@ from ppfleetx.distributed.rendezvous import (
 from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 from ppfleetx.utils.machine import interface_address
 
-# A rank sends as soon as it is connected. A foreign program that connects and sends nothing must not delay
-# the ranks.
-HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 3.0
+HANDSHAKE_SECONDS = 30.0
+# A rank sends its greeting as soon as it is connected. A foreign program that connects and sends nothing must
+# not delay the ranks.
+_STRANGER_SECONDS = 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
+_GREETING = struct.Struct("!II")  # rank of the sender, role of the connection
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
@@ -38,7 +37,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     Raises:
         ConfigError: this process cannot listen on ``address``, or the environment does not say where the
             ranks meet, or sets a time limit that is not valid.
-        StartError: a rank does not arrive in time, does not answer, or has the wrong token.
+        StartError: a rank does not arrive in time.
     """
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
@@ -54,31 +53,24 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         # Ranks on the same host need no keepalive connection.
         hosts = [host for host, _ in members.addresses]
         roles = [(MESSAGES,) if host == hosts[rank] else (MESSAGES, WATCH) for host in hosts]
-        connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
+        # All ranks listen by now, so the kernel of a lower rank accepts before that rank asks for it.
+        connected = {
+            (other, role): _connect_to(rank, other, members, role)
+            for other in range(rank)
+            for role in roles[other]
+        }
         expected = {(other, role) for other in range(rank + 1, world_size) for role in roles[other]}
-        listener.settimeout(0.02)
-        acceptor = threading.Thread(
-            target=_accept, args=(rank, listener, members.token, expected, connected), daemon=True
-        )
-        acceptor.start()
-        for other in range(rank):
-            for role in roles[other]:
-                connected[other, role] = _connect_to(rank, other, members, role)
-        acceptor.join(HANDSHAKE_SECONDS + 1.0)
+        connected |= _accept(rank, listener, expected, members.names)
     peers: dict[int, Peer] = {}
     for other in (*range(rank), *range(rank + 1, world_size)):
-        if any((other, role) not in connected for role in roles[other]):
-            said = f"{members.names[other]} did not connect within {HANDSHAKE_SECONDS:g} s"
-            raise StartError(f"rank {rank}: {said}")
-        peers[other] = peer = connected[other, MESSAGES]
-        peer.name = members.names[other]
-        peer.watch = connected[other, WATCH].connection if WATCH in roles[other] else None
+        peers[other] = Peer(other, connected[other, MESSAGES], members.names[other])
+        peers[other].watch = connected.get((other, WATCH))
     return peers
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Take part in the job's rendezvous. ``own`` is the address on which this rank listens. Returns the
-    addresses of all ranks, and a secret token that they share.
+    """Take part in the job's rendezvous. ``own`` is the address on which this rank listens. Returns the names
+    and addresses of all ranks.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet, or sets a time limit that is not
@@ -96,30 +88,43 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
     return members
 
 
+def _connect_to(rank: int, other: int, members: Members, role: int) -> socket.socket:
+    """Connect to rank ``other``, which listens, and tell it which rank this is."""
+    try:
+        connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
+        connection.sendall(_GREETING.pack(rank, role))
+    except OSError as error:
+        raise StartError(f"rank {rank}: no connection to {members.names[other]}: {error}") from error
+    return connection
+
+
 def _accept(
-    rank: int,
-    listener: socket.socket,
-    token: bytes,
-    expected: Collection[tuple[int, int]],
-    connected: dict[tuple[int, int], Peer],
-) -> None:
+    rank: int, listener: socket.socket, expected: set[tuple[int, int]], names: Sequence[str]
+) -> dict[tuple[int, int], socket.socket]:
+    """Accept the ``expected`` connections, each (rank of the other end, role)."""
+    found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + HANDSHAKE_SECONDS
-    while not connected.keys() >= set(expected) and time.monotonic() < deadline:
+    while missing := expected - found.keys():
+        listener.settimeout(max(deadline - time.monotonic(), 0.01))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            continue
-        except OSError:
-            return  # this rank has given up and closed the listener
-        try:
-            peer, role = _welcome(rank, connection, token)
-        except (OSError, EOFError, CommError):
-            connection.close()
-            continue
-        if (peer.rank, role) in expected and (peer.rank, role) not in connected:
-            connected[peer.rank, role] = peer
+            said = f"{names[min(missing)[0]]} did not connect within {HANDSHAKE_SECONDS:g} s"
+            raise StartError(f"rank {rank}: {said}") from None
+        greeting = _greeting(connection)
+        if greeting in missing:
+            found[greeting] = connection
         else:
-            connection.close()
+            connection.close()  # of a program that does not belong to the job
+    return found
+
+
+def _greeting(connection: socket.socket) -> tuple[int, ...] | None:
+    connection.settimeout(_STRANGER_SECONDS)
+    try:
+        return _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        return None
 
 
 def local_address() -> str:
@@ -137,35 +142,3 @@ def local_address() -> str:
             value=interface,
             place="environment",
         ) from error
-
-
-def _connect_to(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to rank ``other``, which listens, and check its identity: each side sends the secret token that
-    all ranks got in the rendezvous."""
-    try:
-        connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
-        connection.settimeout(HANDSHAKE_SECONDS)
-        peer = Peer(other, connection)
-        connection.sendall(members.token + struct.pack("!III", rank, other, role))
-        if not hmac.compare_digest(_receive_bytes(peer, len(members.token)), members.token):
-            raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
-    except (OSError, EOFError) as error:
-        raise StartError(f"rank {rank}: no connection to {members.names[other]}: {error}") from error
-    return peer
-
-
-def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
-    connection.settimeout(_STRANGER_SECONDS)
-    peer = Peer(-1, connection)
-    is_known = hmac.compare_digest(_receive_bytes(peer, len(token)), token)
-    peer.rank, addressed, role = struct.unpack("!III", _receive_bytes(peer, 12))
-    if addressed != rank or not is_known:
-        raise CommError("the connection does not belong to this job")
-    connection.sendall(token)
-    return peer, role
-
-
-def _receive_bytes(peer: Peer, count: int) -> bytes:
-    buffer = bytearray(count)
-    peer.receive(memoryview(buffer))
-    return bytes(buffer)

@@ -84,9 +84,8 @@ class Peer:
     """The connection to another rank. ``name`` is the rank and its address, for error messages. ``watch`` is
     a second, idle connection if that rank is on another host; otherwise None."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.connection = rank, connection
-        self.name = f"rank {rank}"
+    def __init__(self, rank: int, connection: socket.socket, name: str) -> None:
+        self.rank, self.connection, self.name = rank, connection, name
         self.watch: socket.socket | None = None
         self._sending = threading.Lock()
 

@@ -6,65 +6,40 @@ import threading
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu import handshake as handshake
-from ppfleetx.distributed.cpu import transport as transport
-from ppfleetx.distributed.cpu.wire import DATA, CommError, Peer, StartError, make_header
+from ppfleetx.distributed.cpu import handshake, transport
+from ppfleetx.distributed.cpu.wire import DATA, Peer, StartError, make_header
 from ppfleetx.distributed.rendezvous import Members
-from tests.helpers.waiting import wait_for
-
-TOKEN = bytes(range(32))
 
 
-def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
-    """Run both ends of a handshake; return (dialer's result, welcomer's result)."""
-    ours, theirs = socket.socketpair()
-    monkeypatch.setattr(handshake.socket, "create_connection", lambda *_: ours)
-    results: dict[str, object] = {}
-
-    def welcome() -> None:
-        try:
-            results["welcome"], _ = handshake._welcome(0, theirs, TOKEN)
-        except (CommError, EOFError, OSError) as error:
-            results["welcome"] = error
-            theirs.close()
-
-    thread = threading.Thread(target=welcome)
-    thread.start()
-    try:
-        members = Members(1, ["rank"] * 3, [("host", 1)] * 3, token_of_dialer)
-        results["dial"] = handshake._connect_to(1, addressed, members, handshake.MESSAGES)
-    except CommError as error:
-        results["dial"] = error
-    thread.join(10)
-    return results["dial"], results["welcome"]
+@pytest.fixture
+def nobody() -> int:
+    """A port on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
-def test_both_sides_know_each_other(monkeypatch):
-    dialer, welcomer = shake_hands(monkeypatch, TOKEN)
-    assert (dialer.rank, welcomer.rank) == (0, 1)
-
-
-@pytest.mark.parametrize(("token", "addressed"), [(bytes(32), 0), (TOKEN, 2)])
-def test_a_wrong_token_or_rank_is_refused(monkeypatch, token, addressed):
-    dialer, welcomer = shake_hands(monkeypatch, token, addressed)
-    assert isinstance(dialer, CommError)
-    assert isinstance(welcomer, CommError)
-
-
-def test_a_rank_that_gives_up_is_one_error(monkeypatch):
-    """Rank 1 of three cannot reach rank 0, while it still listens for rank 2."""
-    nobody = socket.create_server(("127.0.0.1", 0))
-    port = nobody.getsockname()[1]
-    nobody.close()
-    names = [f"rank 0 at 127.0.0.1:{port}", "rank 1", "rank 2"]
-    others = [("127.0.0.1", port), ("127.0.0.1", 0), ("127.0.0.1", 0)]
-    monkeypatch.setattr(handshake, "meet", lambda *_: Members(1, names, others, TOKEN))
-    threads: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", threads.append)
-    with pytest.raises(StartError, match=rf"rank 1: no connection to rank 0 at 127.0.0.1:{port}"):
+def test_a_rank_that_cannot_be_reached_is_named(monkeypatch, nobody):
+    names = [f"rank 0 at 127.0.0.1:{nobody}", "rank 1", "rank 2"]
+    others = [("127.0.0.1", nobody), ("127.0.0.1", 0), ("127.0.0.1", 0)]
+    monkeypatch.setattr(handshake, "meet", lambda *_: Members(1, names, others))
+    with pytest.raises(StartError, match=rf"rank 1: no connection to rank 0 at 127.0.0.1:{nobody}"):
         handshake.connect_ranks(1, 3, "127.0.0.1")
-    wait_for(lambda: not any(thread.name.endswith("(_accept)") for thread in threading.enumerate()), 5)
-    assert threads == []
+
+
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1", b"", bytes([0, 0, 0, 7, 0, 0, 0, 0])])
+def test_strangers_are_not_taken_for_ranks(monkeypatch, greeting):
+    """A program of another kind, one that says nothing, and a rank of another job."""
+    monkeypatch.setattr(handshake, "_STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        members = Members(1, ["rank 0", "rank 1"], [listener.getsockname()[:2]] * 2)
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(greeting)
+            with handshake._connect_to(1, 0, members, handshake.MESSAGES):
+                found = handshake._accept(0, listener, {(1, handshake.MESSAGES)}, members.names)
+                found[1, handshake.MESSAGES].close()
+        with pytest.raises(StartError, match="rank 0: rank 1 did not connect within 1 s"):
+            handshake._accept(0, listener, {(1, handshake.MESSAGES)}, members.names)
 
 
 def test_address(monkeypatch):
@@ -100,7 +75,7 @@ def test_a_rank_ends_when_the_others_have_what_it_sent(monkeypatch):
         ours, _ = server.accept()
         with ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-            mesh = transport.Mesh(0, 0.0, {1: Peer(1, ours)})
+            mesh = transport.Mesh(0, 0.0, {1: Peer(1, ours, "rank 1")})
             mesh.peers[1].send(make_header(DATA, length=payload.nbytes), payload)
             closing = threading.Thread(target=mesh.close, daemon=True)
             closing.start()
