@@ -7,14 +7,17 @@ import contextlib
 import functools
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 KEPT = 100
-_SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
+_WAYS = {"send": ">", "recv": "<"}
+Counts = Counter[tuple[str, int]]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One recorded call of a collective, or of a send or receive.
 
@@ -24,30 +27,22 @@ class Call:
             and receives from each rank are counted separately.
         peer: the rank in the group to which a message is sent or from which it comes; -1 for a collective.
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
+        asks: whether the call only polls other ranks. Such a call does not count as progress.
         begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until then.
         task: the task that the call returned.
-        asks: whether the call only polls other ranks. Such a call does not count as progress.
     """
 
-    __slots__ = (
-        "asks",
-        "begun",
-        "dtype",
-        "ended",
-        "group",
-        "number",
-        "operation",
-        "peer",
-        "shape",
-        "task",
-        "thread",
-    )
-
-    def __init__(self, operation: str, group: Any, number: int, peer: int, shape: Any, dtype: Any) -> None:
-        self.operation, self.group, self.number, self.peer = operation, group, number, peer
-        self.shape, self.dtype = shape, dtype
-        self.begun, self.ended, self.task, self.asks = time.monotonic(), 0.0, None, False
-        self.thread = threading.get_ident()
+    operation: str
+    group: Any
+    number: int
+    peer: int
+    shape: Any
+    dtype: Any
+    asks: bool
+    begun: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    task: Any = None
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def is_done(self) -> bool:
@@ -85,7 +80,7 @@ class CallRecord:
         self.waited, self.reads, self.helper, self.polls = 0.0, False, "", False
         self.failed: Call | None = None
         self.failure: BaseException | None = None
-        self._counts: dict[int, list[Any]] = {}
+        self._counts: dict[int, tuple[Any, Counts]] = {}
         self._nested = threading.local()
 
     @contextlib.contextmanager
@@ -122,25 +117,15 @@ class CallRecord:
             self.failed, self.failure = call, error
 
     def begin(self, operation: str, group: Any, arguments: tuple[Any, ...]) -> Call:
-        counts = self._counts.get(id(group))
-        if counts is None:  # a reference to the group keeps its id unique
-            counts = self._counts[id(group)] = [group, 0, defaultdict(int), defaultdict(int)]
-        peer = -1
-        if operation.startswith(_SENDS):
-            peer = int(arguments[1])
-            number = counts[2][peer]
-            counts[2][peer] = number + 1
-        elif operation.startswith(_RECEIVES):
-            peer = int(arguments[1])
-            number = counts[3][peer]
-            counts[3][peer] = number + 1
-        else:
-            number = counts[1]
-            counts[1] = number + 1
+        if id(group) not in self._counts:
+            self._counts[id(group)] = group, Counter()  # the reference to the group keeps its id unique
+        counts, way = self._counts[id(group)][1], _WAYS.get(operation, "")
+        peer = int(arguments[1]) if way else -1
+        number = counts[way, peer]
+        counts[way, peer] = number + 1
         tensor = _tensor_in(arguments)
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
-        call = Call(operation, group, number, peer, shape, dtype)
-        call.asks = self.polls
+        call = Call(operation, group, number, peer, shape, dtype, self.polls)
         self.calls.append(call)
         return call
 
@@ -175,10 +160,10 @@ class CallRecord:
             if method is not None and not hasattr(method, "__wrapped__"):
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
-    def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """Return, for each process group: the group, its number of collectives so far, and the numbers of
-        messages to and from each rank of the group."""
-        return {key: tuple(value) for key, value in list(self._counts.items())}
+    def totals(self) -> list[tuple[Any, dict[tuple[str, int], int]]]:
+        """Return each process group with the numbers of its calls so far. The key ``("", -1)`` counts the
+        collectives, ``(">", 2)`` the messages to rank 2 of the group, and ``("<", 2)`` those from it."""
+        return [(group, dict(counts)) for group, counts in list(self._counts.values())]
 
     def waited_for(self, thread: int) -> Call | None:
         """Return the call in which ``thread`` is waiting, or None. A thread that ``polls`` waits between two

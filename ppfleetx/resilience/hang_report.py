@@ -281,12 +281,10 @@ class _Groups:
 
     def counts(self) -> dict[str, int]:
         found: dict[str, int] = {}
-        for group, count, to, back in self._record.totals().values():
+        for group, counts in self._record.totals():
             number, ranks = self.of(group)
-            found[str(number)] = count
-            for sign, messages in ((">", to), ("<", back)):
-                for peer, sent in dict(messages).items():
-                    found[f"{number}{sign}{_member(ranks, peer)}"] = sent
+            for (way, peer), count in counts.items():
+                found[f"{number}{way}{_member(ranks, peer)}" if way else str(number)] = count
         return found
 
 
