@@ -45,7 +45,7 @@ def _newest_reports(directory: Path) -> dict[int, Report]:
         rest = f". {'; '.join(skipped[:_SHOWN_FAULTS])}" if skipped else ""
         raise UserError(
             f"{directory} has no report of a rank (rank_*.json): no job has hung there, or "
-            f"none of its ranks could write (its error then names another directory){rest}"
+            f"none of its ranks could write{rest}"
         )
     for line in skipped[:_SHOWN_FAULTS]:
         print(f"warning: {line}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""Directories to which the ranks write their hang reports. Every access has a time limit, because a broken
+"""The directory to which the ranks write their hang reports. Every access has a time limit, because a broken
 disk may be why the job hangs."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -18,19 +17,17 @@ from ppfleetx.utils.files import atomic_write
 HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
 """Subdirectories of an output directory for training, evaluation and generation."""
 PATIENCE_SECONDS = 5.0
-PRIVATE = 0o700
 _SUMMARY = "summary.txt"
 
 Result = TypeVar("Result")
 
 
 class ReportDir:
-    """A directory of hang reports. It is created, with the permissions ``mode``, when the first report is
-    written. After an access that takes longer than :data:`PATIENCE_SECONDS`, all further accesses are
-    skipped."""
+    """A directory of hang reports. It is created when the first report is written. After an access that takes
+    longer than :data:`PATIENCE_SECONDS`, all further accesses are skipped."""
 
-    def __init__(self, directory: Path, mode: int = 0o777) -> None:
-        self.directory, self._mode = directory, mode
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_dead, self._is_started = False, False
         self.seconds = 0.0
@@ -58,6 +55,7 @@ class ReportDir:
         Returns whether the JSON file was written; the text may be missing even then."""
 
         def write_both() -> bool:
+            self.directory.mkdir(parents=True, exist_ok=True)
             base = self.directory / f"rank_{report.rank:05d}"
             # A disk that hangs may still take a file, but not flush it.
             with atomic_write(base.with_suffix(".json"), "w", flush=False) as file:
@@ -70,32 +68,17 @@ class ReportDir:
                 file.write(text)
             return True
 
-        return bool(self._do_in_thread(write_both, creates=True))
+        return bool(self._do_in_thread(write_both))
 
     def reports(self, since: float) -> dict[int, Report]:
         return self._do_in_thread(lambda: read_reports(self.directory, since=since)) or {}
 
-    def clear(self, rank: int | None = None) -> None:
-        """Delete the hang reports of ``rank`` (None: of all ranks), and the directory if it is empty then.
-        Does nothing if this object has not accessed the directory before."""
-        if not self._is_started:
-            return
-
-        def remove() -> None:
-            for path in self.directory.glob("rank_*" if rank is None else f"rank_{rank:05d}.*"):
-                path.unlink(missing_ok=True)
-            if not any(self.directory.glob("rank_*")):
-                (self.directory / _SUMMARY).unlink(missing_ok=True)
-            self.directory.rmdir()  # fails until all ranks have done this
-
-        self._do_in_thread(remove)
-
     def write_summary(self, sentence: str) -> None:
         self._do_in_thread(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
-    def _do_in_thread(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
+    def _do_in_thread(self, act: Callable[[], Result]) -> Result | None:
         """Call ``act`` in the thread that accesses the directory of hang reports, and return its result; None
-        if it fails or takes too long. With ``creates``, create the directory first if it does not exist."""
+        if it fails or takes too long."""
         if self._is_dead:
             return None
         self.open()
@@ -103,11 +86,7 @@ class ReportDir:
 
         def guarded() -> Result | None:
             with contextlib.suppress(OSError):
-                if creates:
-                    self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
-                # Do not use a private directory of another user.
-                if self._mode != PRIVATE or self.directory.lstat().st_uid == os.getuid():
-                    return act()
+                return act()
             return None
 
         # in a thread, because a broken disk can block it forever

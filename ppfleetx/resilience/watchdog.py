@@ -8,24 +8,21 @@ every rank ends with exit code 4 or, if so configured, keeps waiting.
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
-from ppfleetx.resilience.hang_diagnosis import Explanation, explain, explain_alone
+from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
 from ppfleetx.resilience.heartbeat import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
-from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
+from ppfleetx.resilience.report_dir import ReportDir
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.lost_peers import decide_end, is_end_decided
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine_id, state_of
@@ -35,7 +32,6 @@ _GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # but at least and at most these 
 _WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # fraction of a core, and bytes per second
 _COMPUTING = 3.0  # timeouts for which computing counts as progress
 _SAME_END_SECONDS = 60.0
-_RAM = Path("/dev/shm")  # noqa: S108 (its directory is private)
 _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
 
@@ -87,10 +83,7 @@ class Watchdog:
         self._worked, self._excused = time.monotonic(), 0.0
         self._computes, self._slept_until = False, 0.0
         self._stop = threading.Event()
-        self.directory = directory
-        self._directories = [ReportDir(directory)]
-        if who.world_size > 1 or not directory.exists():
-            self._directories += [ReportDir(path, PRIVATE) for path in _fallback_directories(directory)]
+        self._reports = ReportDir(directory)
         self._work = WorkMeter(self._own_cpu_seconds)
         self._tick = min(1.0, min(t for t in (limits.timeout, limits.start_timeout) if t) / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -100,8 +93,6 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stop.set()
-        for one in self._directories[1:]:
-            one.clear(self._who.rank)
 
     # -- watching ------------------------------------------------------------------------------
 
@@ -160,13 +151,13 @@ class Watchdog:
             due = self._quiet_seconds() >= timeout
             if not due and time.monotonic() - news_at >= max(self._tick, timeout / 60):
                 news_at = time.monotonic()
-                due = any(one.has_news(self._seen_until) for one in self._directories)
+                due = self._reports.has_news(self._seen_until)
             if due:
                 self._inquire(timeout, works)
 
     def _own_cpu_seconds(self) -> float:
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
-        return own + sum(one.seconds for one in self._directories)
+        return own + self._reports.seconds
 
     def _look_at_work(self) -> bool:
         self._computes, moves = self._work.look(share=_WORKING_SHARE, size=_WORKING_BYTES)
@@ -182,10 +173,9 @@ class Watchdog:
     def _inquire(self, timeout: float, works: bool) -> None:
         asked = self._seen_until
         report = self._report(timeout, works)
-        text = readable(report)
-        written = [one.directory for one in self._directories if one.write(report, text)]
+        is_written = self._reports.write(report, readable(report))
         reports = self._gather(report, asked, timeout)
-        explanation = explain(reports) if written or report.world_size == 1 else explain_alone(report)
+        explanation = explain(reports) if is_written or report.world_size == 1 else explain_alone(report)
         self._seen_until = time.time()
         if explanation.goes_on:
             self._excused = time.monotonic()
@@ -204,11 +194,14 @@ class Watchdog:
             )
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
-            self._print(f"{_since(reports)}: {explanation.sentence}", explanation, written)
+            place = f"the ranks' reports are in {self._reports.directory}"
+            where = place if is_written else "no report could be written"
+            said = f"error: {_since(reports)}: {explanation.sentence}; {where}"
+            print(said, file=sys.stderr, flush=True)
+            self._reports.write_summary(explanation.sentence)
         elif self._limits.ends:
             time.sleep(self._tick)  # the rank that prints the explanation must finish first
         if self._limits.ends:
-            self._drop_copies(reports)
             self._end()
         self._excused = time.monotonic()
 
@@ -245,7 +238,7 @@ class Watchdog:
         """
         if self._who.world_size == 1 or is_end_decided():
             return
-        self._directories[0].open()
+        self._reports.open()
         # With `at_end`, the error is printed first, so it is not lost if a launcher kills the process
         # meanwhile.
         if at_end:
@@ -254,8 +247,7 @@ class Watchdog:
             self._write_failure(error, lost)
 
     def _write_failure(self, error: Exception, lost: bool) -> None:
-        one = self._directories[0]
-        earlier = one.reports(time.time() - _SAME_END_SECONDS)
+        earlier = self._reports.reports(time.time() - _SAME_END_SECONDS)
         if lost and any(report.asks for report in earlier.values()):
             return  # a consequence: the other ranks ended because of a hang
         report = capture_report(
@@ -268,35 +260,22 @@ class Watchdog:
             failed=error,
             lost=lost,
         )
-        if one.write(self._with_peers(report), readable(report)):
-            one.write_summary(explain(latest(one.reports(self._began))).sentence)
+        if self._reports.write(self._with_peers(report), readable(report)):
+            found = latest(self._reports.reports(self._began))
+            self._reports.write_summary(explain(found).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
         deadline = time.monotonic() + self._seconds_for_reports(timeout)
         while True:
-            reports = {own.rank: own}
-            for one in self._directories:
-                for rank, report in one.reports(since).items():
-                    if report.world_size == own.world_size and rank not in reports:
-                        reports[rank] = report
+            found = self._reports.reports(since)
+            reports = {rank: one for rank, one in found.items() if one.world_size == own.world_size}
+            reports[own.rank] = own
             if len(reports) == own.world_size or time.monotonic() >= deadline:
                 return reports
             time.sleep(self._tick / 2)
 
     def _seconds_for_reports(self, timeout: float) -> float:
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
-
-    def _print(self, text: str, explanation: Explanation, written: Sequence[Path]) -> None:
-        where = f"the ranks' reports are in {written[0]}" if written else "no report could be written"
-        print(f"error: {text}; {where}", file=sys.stderr, flush=True)
-        for one in self._directories:
-            one.write_summary(explanation.sentence)
-
-    def _drop_copies(self, reports: Mapping[int, Report]) -> None:
-        first, *others = self._directories
-        if set(reports) <= set(first.reports(self._began)):
-            for one in others:
-                one.clear()
 
 
 def _since(reports: Mapping[int, Report]) -> str:
@@ -321,15 +300,6 @@ def readable(report: Report) -> str:
     for thread, stack in report.stacks.items():
         lines += ["", f"thread {thread}, outermost call first:", *(f"  {line}" for line in stack)]
     return "\n".join(lines) + "\n"
-
-
-def _fallback_directories(directory: Path) -> list[Path]:
-    """Return at most two more directories for hang reports, on the local disk and in memory, in case
-    ``directory`` is on a broken or full disk. A place that does not exist is left out."""
-    job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
-    name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
-    local = Path(tempfile.gettempdir())
-    return [place / name for place in dict.fromkeys((local, _RAM)) if place.is_dir()]
 
 
 _current: Watchdog | None = None

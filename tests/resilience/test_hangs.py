@@ -21,7 +21,7 @@ from ppfleetx.resilience.flight_recorder import CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
 from ppfleetx.resilience.heartbeat import READING, Progress
-from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
+from ppfleetx.resilience.report_dir import ReportDir
 from ppfleetx.resilience.watchdog import Limits, Watchdog
 
 MP, PP = tuple(range(4)), (0, 4)
@@ -244,20 +244,6 @@ def test_without_reports_it_says_so(tmp_path):
     for name in ("nowhere", "file"):
         with pytest.raises(UserError, match="there is no such directory"):
             call("hang-report", [str(tmp_path / name)])
-
-
-def test_a_directory_of_somebody_else_is_neither_read_nor_written(tmp_path, monkeypatch):
-    """In a place where all may write: its links could lead anywhere."""
-    own, other = ReportDir(tmp_path, PRIVATE), tmp_path / "other.txt"
-    other.write_text("mine")
-    (tmp_path / "summary.txt").symlink_to(other)
-    (tmp_path / "rank_00001.json").write_text(WAITING[1].to_json())
-    assert own.reports(0.0) and own.has_news(0.0)
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    assert not own.reports(0.0) and not own.has_news(0.0) and not own.write(WAITING[0], "")
-    own.write_summary("who is missing")
-    own.clear()
-    assert other.read_text() == "mine" and (tmp_path / "rank_00001.json").exists()
 
 
 def test_a_report_is_written_to_a_disk_that_finishes_no_flush(tmp_path, monkeypatch):
