@@ -115,17 +115,23 @@ FACTS: tuple[Fact, ...] = (
 """All facts that are compared."""
 
 
-def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """Read all :data:`FACTS`. Returns a hash of each fact's values, by the fact's name; None in place of the
-    hash if another process of this machine reads the fact. ``announce`` is called with each name before the
-    fact is read."""
-    # Hashes, because most facts are equal: only the values of the others are exchanged (`in_full`).
-    found: dict[str, str | None] = {}
+Facts = dict[str, Values | None]
+"""The values of each fact in one process, by the fact's name; None if another process of this machine reads
+it."""
+
+
+def read_facts(target: Target, announce: Callable[[str], None]) -> Facts:
+    """Read all :data:`FACTS`. ``announce`` is called with each name before the fact is read."""
+    found: Facts = {}
     for fact in FACTS:
         announce(fact.name)
-        values = fact.of(target)
-        found[fact.name] = None if values is None else _digest(values)
+        found[fact.name] = fact.of(target)
     return found
+
+
+def digests(facts: Facts) -> dict[str, str | None]:
+    """Return a hash of each fact's values."""
+    return {name: None if values is None else _digest(values) for name, values in facts.items()}
 
 
 def _digest(values: Values) -> str:
@@ -139,21 +145,7 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
-def in_full(
-    target: Target, names: Sequence[str], announce: Callable[[str], None]
-) -> dict[str, Values | None]:
-    """Read only the facts in ``names``, such as those that differ. Returns each fact's values in this
-    process, by the fact's name, or None if another process of this machine reads the fact. ``announce`` is
-    called with each name before the fact is read."""
-    found: dict[str, Values | None] = {}
-    for fact in FACTS:
-        if fact.name in names:
-            announce(fact.name)
-            found[fact.name] = fact.of(target)
-    return found
-
-
-def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
+def agreement_rows(answers: Mapping[int, Facts], names: Sequence[str]) -> Iterator[Row]:
     """Yield a report row for each of :data:`FACTS`. ``names`` are the facts that may differ, and ``answers``
     has the values of these facts on each rank. The row of such a fact shows the differences, or says which
     ranks could not read it. All other rows say "equal"."""

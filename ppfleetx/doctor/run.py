@@ -23,7 +23,7 @@ from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
 from ppfleetx.doctor.files import nearest_directory
 from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
-from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, in_full
+from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, read_facts
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 
 LOCAL_SECONDS = 1200.0
@@ -128,9 +128,12 @@ class Examination:
         def announce(what: str) -> None:
             self.meeting.announce(f"{_AGREEMENT}, {what}")
 
-        hashes = self._answered(self.meeting.exchange(digests(self.target, announce), _SHORT_SECONDS))
+        facts = read_facts(self.target, announce)
+        # Hashes first, because most facts are equal on all processes.
+        hashes = self._answered(self.meeting.exchange(digests(facts), _SHORT_SECONDS))
         names = differing(list(hashes.values()))
-        values = self._answered(self.meeting.exchange(in_full(self.target, names, announce), _SHORT_SECONDS))
+        mine = {name: facts[name] for name in names}
+        values = self._answered(self.meeting.exchange(mine, _SHORT_SECONDS))
         self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
         if self.target.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 from ppfleetx.doctor import files, rank_agreement
 from ppfleetx.doctor.check import Status
-from ppfleetx.doctor.rank_agreement import Fact, agreement_rows, differing, digests, in_full
+from ppfleetx.doctor.rank_agreement import Fact, agreement_rows, differing, digests, read_facts
 from tests.doctor.conftest import by_name, write_corpus
 
 
-def rows_of(cases, **patches):
+def rows_of(cases):
     """The rows for processes that are these cases."""
-    told = [digests(target, print) for target in cases]
-    names = differing(told)
-    values = {rank: in_full(target, names, print) for rank, target in enumerate(cases)}
-    return by_name(agreement_rows(values, names))
+    return compared([read_facts(target, print) for target in cases])
+
+
+def compared(facts):
+    return by_name(agreement_rows(dict(enumerate(facts)), differing([digests(one) for one in facts])))
 
 
 def test_equal_processes_agree(target):
@@ -31,11 +32,10 @@ def test_equal_processes_agree(target):
 
 def test_another_seed_other_data_and_other_variables_are_named(target, prefix):
     one = target(environ={"NCCL_IB_DISABLE": "1"})
-    told, full = digests(one, print), in_full(one, [fact.name for fact in rank_agreement.FACTS], print)
+    facts = [read_facts(one, print)]
     other = replace(target("Global.seed=7", environ={}), rank=1)
     write_corpus(prefix, seed=1)
-    names = differing([told, digests(other, print)])
-    rows = by_name(agreement_rows({0: full, 1: in_full(other, names, print)}, names))
+    rows = compared([*facts, read_facts(other, print)])
     assert rows["configuration"].status is rows["data and tokenizer"].status is Status.FAIL
     assert "Global.seed is 1024 on rank 0, 7 on rank 1" in rows["configuration"].found
     assert f"{prefix} is " in rows["data and tokenizer"].found
@@ -74,17 +74,13 @@ def test_a_change_anywhere_in_a_corpus_without_checksums_is_found(prefix):
 
 
 def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
-    cases = [target(), target(rank=1, local_rank=1), target(rank=2)]
-    names = ["versions", "sources"]
-    told, full = [digests(one, print) for one in cases[:2]], in_full(cases[0], names, print)
+    facts = [read_facts(target(), print), read_facts(target(rank=1, local_rank=1), print)]
     (tmp_path / "nn").mkdir()
     (tmp_path / "nn/mlp.py").write_text("x = 1\n")
     monkeypatch.setattr(rank_agreement, "_PACKAGE", tmp_path)
     monkeypatch.setattr(rank_agreement, "__version__", "0.0.9")
-    told.append(digests(cases[2], print))
-    assert differing(told) == names
-    rows = by_name(agreement_rows({0: full, 2: in_full(cases[2], names, print)}, names))
-    assert "ppfleetx is 0.1.0 on rank 0, 0.0.9 on rank 2" in rows["versions"].found
+    rows = compared([*facts, read_facts(target(rank=2), print)])
+    assert "ppfleetx is 0.1.0 on ranks 0, 1, 0.0.9 on rank 2" in rows["versions"].found
     assert "more" in rows["sources"].found and "on rank 2" in rows["sources"].found
 
 
@@ -93,12 +89,7 @@ def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypa
     released, cases, asked = threading.Event(), [target(), target(rank=1)], []
     slow = Fact("data and tokenizer", lambda target: {"corpus": str(released.wait(20.0))}, "copy it")
     monkeypatch.setattr(rank_agreement, "FACTS", (slow,))
-    told = [digests(one, asked.append) for one in cases]
-    names = differing(told)
-    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-    row = by_name(agreement_rows(full, names))["data and tokenizer"]
+    row = compared([read_facts(one, asked.append) for one in cases])["data and tokenizer"]
     assert asked == ["data and tokenizer"] * 2 and row.status is Status.WARN
     assert row.found == "not compared: ranks 0, 1 could not read it within 0.2 s"
     released.set()
-    full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
-    assert by_name(agreement_rows(full, names))["data and tokenizer"].status is Status.OK
