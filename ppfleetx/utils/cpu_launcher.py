@@ -52,7 +52,6 @@ _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _FOLLOW_SECONDS = 0.5
 _SAY_AFTER_SECONDS = 10.0  # seconds until the wait is reported
-_FOREIGN_SECONDS = 60.0  # seconds after which a foreign program that answers is not expected to leave
 _CAUSES = (
     EXIT_HUNG,
     EXIT_NO_MEMORY,
@@ -246,18 +245,17 @@ def _watch_meeting(controller: Any, limit: float) -> None:
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
-    for moment in sorted({min(limit, seconds) for seconds in (_SAY_AFTER_SECONDS, _FOREIGN_SECONDS, limit)}):
+    for moment in sorted({min(limit, _SAY_AFTER_SECONDS), limit}):
         while time.monotonic() - begin < moment:
             if not _is_meeting(controller):
                 return
             time.sleep(_LOOK_SECONDS)
-        state, is_foreign = _Meeting(controller).state()
+        state = _Meeting(controller).state()
         if not _is_meeting(controller):
             return
-        if moment == limit or (is_foreign and moment >= _FOREIGN_SECONDS):
+        if moment == limit:
             _end(EXIT_PEER_LOST, f"after {moment:g} s {state}. {START_VARIABLE} sets the limit of the wait")
-        if moment == _SAY_AFTER_SECONDS:
-            print(f"this launcher waits for {limit:g} s at most: {state}", file=sys.stderr, flush=True)
+        print(f"this launcher waits for {limit:g} s at most: {state}", file=sys.stderr, flush=True)
 
 
 def _is_meeting(controller: Any) -> bool:
@@ -305,30 +303,24 @@ class _Meeting:
             return f"the port cannot be opened ({error.strerror})"
         return ""
 
-    def state(self) -> tuple[str, bool]:
-        """Return two values: a text that says what the launcher is waiting for and what the user can do, and
-        whether a program that is not a launcher answers at the address where the nodes meet."""
+    def state(self) -> str:
+        """Return what the launcher is waiting for, and what the user can do."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
         except OSError as error:
-            return f"{nobody} ({error}). {self._advice()}", False
+            return (
+                f"{nobody} ({error}). Is the first node's launcher started, is the address right, does a "
+                f"firewall block it? On the first node give --host {self._host} if the launcher uses another "
+                f"address (here {self._controller.ctx.node.ip})"
+            )
         except (ValueError, http.client.HTTPException):
-            return f"{nobody}: another program holds the port. Give all nodes another free port", True
+            return f"{nobody}: another program holds the port. Give all nodes another free port"
         came = sorted(entry.get("candidate", "?").partition(":")[0] for entry in entries)
         return (
             f"{len(came)} of {self._nodes} nodes have come to {self._where} ({', '.join(came)}). All need "
             "the same --master, --nnodes and --job_id, which no other job may use"
-        ), False
-
-    def _advice(self) -> str:
-        own = self._controller.ctx.node.ip
-        if self._host not in ("127.0.0.1", own) and _is_local(self._host):
-            return (
-                f"It is an address of this machine, but its launcher uses {own} and expects another machine "
-                f"to answer: give --host {self._host}"
-            )
-        return "Is the first node's launcher started, is the address right, does a firewall block it?"
+        )
 
     def _entries(self) -> list[dict[str, Any]]:
         """Return what the nodes have announced about themselves to the first node's launcher.
@@ -353,13 +345,6 @@ class _Meeting:
             if not isinstance(answer, dict):
                 raise ValueError("it is not a launcher")
             return answer
-
-
-def _is_local(host: str) -> bool:
-    with contextlib.suppress(OSError), socket.socket() as probe:
-        probe.bind((host, 0))
-        return True
-    return False
 
 
 def _end(code: int, message: str) -> NoReturn:

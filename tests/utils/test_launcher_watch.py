@@ -141,7 +141,7 @@ def test_an_address_where_nobody_answers_ends_the_wait(launch) -> None:
     code, output = ended(launch(*two_nodes(port, "127.0.0.2"), **{START_VARIABLE: "1"}))
     assert code == 3, output
     assert f"no launcher answers at 127.0.0.2:{port}" in output
-    assert "give --host 127.0.0.2" in output  # it is this machine's, and the launcher does not know
+    assert "give --host 127.0.0.2" in output
 
 
 def test_a_master_without_a_port_is_refused(launch) -> None:
