@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
 from ppfleetx.api.model import GPT
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.plan import ParallelPlan
@@ -20,6 +20,7 @@ from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, idx_path, optimal_dtype
 from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.launched import world_size
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -146,7 +147,7 @@ class Trainer:
             raw = read_config(self._source, given)[0]
         given += _data_settings(raw, train_data, eval_data, home)
         self._overrides = given
-        self.cfg = load_config(self._source, given, world_size=world_size(os.environ))
+        self.cfg = load_config(self._source, given, world_size=world_size())
 
     def fit(self) -> Self:
         """Train to ``Engine.max_steps``, and evaluate and save on the way as configured. Returns this

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
@@ -23,6 +22,7 @@ from ppfleetx.commands.options import (
 from ppfleetx.compress import Criterion, Part
 from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 from ppfleetx.utils.files import is_taken, refuse_unwritable
+from ppfleetx.utils.launched import world_size
 
 if TYPE_CHECKING:
     from ppfleetx.compress.calibration_data import Samples
@@ -63,10 +63,8 @@ class ShrinkingOptions(RewritingOptions):
         """Raise ConfigError if the output directory is not empty or cannot be written, or if several
         processes were started.
         """
-        from ppfleetx.commands.start_process import world_size
-
         super().check()
-        if world_size(os.environ) > 1:
+        if world_size() > 1:
             raise ConfigError("one process does this; the result loads under any plan")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.commands.launching import SCRIPT, LaunchOptions
 from ppfleetx.commands.options import OptionalConfigOptions, option, refuse_not_positive, switch
+from ppfleetx.utils.launched import local_rank, local_size, rank, world_size
 
 if TYPE_CHECKING:
     from ppfleetx.doctor.check import Row, Target
@@ -111,14 +112,12 @@ def _check_single_process(target: Target) -> list[Row]:
 def _target(options: Doctor) -> Target:
     """Return what the checks examine: this process's rank and device, and the configuration. If the
     configuration cannot be read, the result has a report row that says why."""
-    from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.distributed.coordination import local_rank
     from ppfleetx.doctor.check import Target, fail
     from ppfleetx.utils.devices import expected_device
 
-    size, cfg, found, device = world_size(os.environ), None, [], expected_device("auto")
+    size, cfg, found, device = world_size(), None, [], expected_device("auto")
     try:
         if options.config is not None:
             cfg = load_config(options.config, options.override, world_size=size if size > 1 else None)
@@ -129,10 +128,10 @@ def _target(options: Doctor) -> Target:
     return Target(
         cfg,
         device,
-        rank(os.environ),
+        rank(),
         size,
         local_rank() if size > 1 else 0,
-        int(os.environ.get("PADDLE_LOCAL_SIZE", size)),
+        local_size() or size,
         patience=options.timeout,
         found=tuple(found),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.run_ownership import read_run
-from ppfleetx.commands.start_process import rank
 from ppfleetx.config.loader import ConfigSource, read_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
+from ppfleetx.utils.launched import rank
 from ppfleetx.utils.log import configure_logging, get_logger
 
 EPOCHS = 3
@@ -78,7 +77,7 @@ def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> li
     newest = None if read_run(output_dir) is None else newest_complete(output_dir)
     if newest is not None and not options.overwrite and options.ckpt_dir is None:
         if parse_step_directory(newest.name)[1] < max_steps:
-            configure_logging(quiet=rank(os.environ) != 0)
+            configure_logging(quiet=rank() != 0)
             get_logger().info(
                 f"the run in {output_dir} continues from {newest.name} to step {max_steps}; its learning "
                 f"rate follows the configuration's schedule for {max_steps} steps"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from ppfleetx.commands.generate import (
     write_generations,
 )
 from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.parse import Sections, model_in
@@ -31,6 +30,7 @@ from ppfleetx.deploy.export_dir import (
 )
 from ppfleetx.distributed.coordination import joint_errors
 from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.launched import world_size
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run(options: Infer) -> None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     config = options.config or _config_of(options.export)
     cfg = load_config(config, [*options.override, *options.settings()])
-    cfg, notes = as_replicas(cfg, world_size(os.environ))
+    cfg, notes = as_replicas(cfg, world_size())
     prompts = read_prompts(cfg)
     check_inference(cfg, expected_device(cfg.Global.device))
     directory, manifest = _open(cfg.Inference.model_dir, cfg.origins.get("Inference.model_dir"))

@@ -22,6 +22,7 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
+from ppfleetx.utils.launched import is_rank, rank
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 """The file that each rank runs, with a verb and its arguments."""
@@ -158,8 +159,8 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 def mark_errors() -> None:
     """Put ``[rank N] `` before each line of standard error, if this process is a rank of a job."""
-    if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
-        sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
+    if is_rank():
+        sys.stderr = MarkedStream(sys.stderr, rank())
 
 
 class MarkedStream(io.TextIOBase):

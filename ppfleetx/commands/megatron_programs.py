@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ppfleetx.commands.check import check_report, human_count
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
@@ -31,6 +31,7 @@ from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.files import atomic_write, is_taken, put_aside
 from ppfleetx.utils.input_files import os_errors
+from ppfleetx.utils.launched import world_size
 
 USAGE = """\
 usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them
@@ -95,7 +96,7 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
     if world is not None and not checks:
         raise ConfigError("goes with --check; a run has the processes of its launcher", key="--world-size")
     if world is None:
-        world = without_launcher(rest)[0] if checks else world_size(os.environ)
+        world = without_launcher(rest)[0] if checks else world_size()
     return checks, world, rest
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.commands import evaluate, generate
 from ppfleetx.commands.check import check_report
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import load_tree
@@ -35,6 +34,7 @@ from ppfleetx.data.build import open_corpora
 from ppfleetx.dialects.mindformers.arguments import usage
 from ppfleetx.dialects.mindformers.dialect import run_of
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.utils.launched import world_size
 
 _FOREIGN_DATA = (".mindrecord", ".tfrecord")
 
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> None:
         print(usage())
         return
     one = run_of(argv)
-    world = None if one.checks else world_size(os.environ)
+    world = None if one.checks else world_size()
     cfg = load_tree(one.translation.tree(), one.translation.warnings, world_size=world)
     if one.checks:
         print(check_report(cfg))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ppfleetx.commands.launching import LaunchOptions
 from ppfleetx.commands.options import OptionalConfigOptions, option, positional, whole_number
 from ppfleetx.config.errors import ConfigError, naming
+from ppfleetx.utils.launched import world_size
 
 if TYPE_CHECKING:
     from ppfleetx.config.loader import ConfigSource
@@ -33,10 +33,9 @@ class ModelSource:
 
     def load(self, *more: Override) -> RunConfig:
         """Load the configuration for the number of launched processes. ``more`` are additional overrides."""
-        from ppfleetx.commands.start_process import world_size
         from ppfleetx.config.loader import load_config
 
-        return load_config(self.config, [*self.overrides, *more], world_size=world_size(os.environ))
+        return load_config(self.config, [*self.overrides, *more], world_size=world_size())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ppfleetx.commands.model_verbs import ModelOptions
 from ppfleetx.commands.options import option
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.launched import world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ examples:
         """Export the checkpoint ``Engine.save_load.ckpt_dir`` to ``rank_0/`` in the output directory."""
         from ppfleetx.commands.generate import check_checkpoint, load_generator
         from ppfleetx.commands.resolve_model import as_replicas
-        from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.commands.start_process import start_with
         from ppfleetx.config.loader import load_config
         from ppfleetx.core.engine.run_directory import run_traces
         from ppfleetx.deploy.export import (
@@ -46,7 +47,7 @@ examples:
         from ppfleetx.utils.log import get_logger
 
         with self.job() as job:
-            check_one_process(world_size(os.environ))
+            check_one_process(world_size())
             cfg, notes = as_replicas(load_config(job.config, job.overrides), 1)
             check_generation(cfg.Generation, cfg.origins)
             check_checkpoint(cfg)
@@ -78,14 +79,14 @@ examples:
 
     def run(self) -> None:
         from ppfleetx.commands.generate import check_checkpoint, load_generator
-        from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.commands.start_process import start_with
         from ppfleetx.config.loader import load_config
         from ppfleetx.deploy.server import run as server
 
         with self.job() as job:
             cfg = load_config(job.config, job.overrides)
             server.check_libraries()
-            server.check_plan(cfg, world_size(os.environ))
+            server.check_plan(cfg, world_size())
             server.check_generation(cfg)
             check_checkpoint(cfg)
             api_key, adapters = server.read_api_key(cfg, os.environ), server.read_adapters(cfg)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, w
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.ineffective_options import refuse_absent, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
-from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
 from ppfleetx.core.engine.training_watchdog import watch_start
@@ -19,6 +17,7 @@ from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.heartbeat import MEETING, PROGRESS
 from ppfleetx.utils.devices import expected_device, not_supported_reasons
 from ppfleetx.utils.files import why_not_writable
+from ppfleetx.utils.launched import rank, world_size
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -39,7 +38,7 @@ def start_process(
     Raises:
         UserError: something is wrong, missing or not supported.
     """
-    return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
+    return start_with(load_config(path, overrides, world_size=world_size()), reads=reads)
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
@@ -52,8 +51,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     Raises:
         UserError: something is wrong, missing or not supported.
     """
-    main = rank(os.environ) == 0
-    logger = configure_logging(quiet=not main and not cfg.plan.reports_loss(rank(os.environ)))
+    main = rank() == 0
+    logger = configure_logging(quiet=not main and not cfg.plan.reports_loss(rank()))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
         logger.warning(warning)
     device = expected_device(cfg.Global.device, cfg.origins.get("Global.device"))
@@ -64,7 +63,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     if cfg.plan.world_size == 1:  # the ranks of a job check this later, all together
         _look_for_files(cfg, reads)
     if "Train" in reads:
-        watch_start(cfg, rank(os.environ), device)
+        watch_start(cfg, rank(), device)
     said = prepare_process(device=device)
     import_paddle()
     logger.info(said)
@@ -126,22 +125,3 @@ def _will_be_loaded(key: str, cfg: RunConfig, *, trains: bool) -> bool:
     # A run that resumes loads the weights of its own checkpoint.
     goes_on = cfg.Engine.save_load.resume and newest_complete(output_dir_of(cfg)) is not None
     return not goes_on
-
-
-def world_size(environ: Mapping[str, str]) -> int:
-    """Return the number of processes of the job, from the launcher's environment variables, or else 1."""
-    return _number(environ, "PADDLE_TRAINERS_NUM", 1)
-
-
-def rank(environ: Mapping[str, str]) -> int:
-    """Return the rank of this process, from the launcher's environment variables, or else 0."""
-    return _number(environ, "PADDLE_TRAINER_ID", 0)
-
-
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name, str(default))
-    if not is_index(text):
-        raise ConfigError(
-            "the launcher's variable is not a number", key=name, value=text, place="environment"
-        )
-    return int(text)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from ppfleetx.commands.options import (
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, PLAN_WORDS
 from ppfleetx.planner import ANY_CARD, shipped_cards
+from ppfleetx.utils.launched import world_size
 
 _RUN = "about the whole run"
 
@@ -60,9 +60,8 @@ examples:
             overrides += up_to(self.max_steps, self.config, overrides)
         if self.check:
             from ppfleetx.commands.check import check
-            from ppfleetx.commands.start_process import world_size
 
-            size = self.num_processes or world_size(os.environ)
+            size = self.num_processes or world_size()
             check(self.config, overrides, world_size=size if size > 1 else None)
             return
         from ppfleetx.commands.start_process import start_process

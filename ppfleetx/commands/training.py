@@ -36,12 +36,13 @@ from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.coordination import first_on_each_node, joint_errors, local_rank
+from ppfleetx.distributed.coordination import first_on_each_node, joint_errors
 from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize
 from ppfleetx.parallel.step import StepRunner
 from ppfleetx.resilience.heartbeat import PROGRESS
+from ppfleetx.utils.launched import local_rank
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress_bar import track
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from ppfleetx.config.formatting import ranks_text
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
 from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.utils.launched import local_rank, local_size
 
 T = TypeVar("T")
 
@@ -120,24 +120,15 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     return made
 
 
-def local_rank() -> int:
-    """Return this rank's number on its node, as set by Paddle's launcher. Not a collective."""
-    return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
-
-
 def ranks_per_node(ctx: ParallelContext) -> int | None:
     """Return the number of ranks on each node, from Paddle's launcher; None if it is not set or differs
     between nodes."""
-    sizes = np.unique(gather_numbers(ctx, [_local_size()]))
+    sizes = np.unique(gather_numbers(ctx, [local_size()]))
     return int(sizes[0]) if len(sizes) == 1 and sizes[0] else None
 
 
-def _local_size() -> int:
-    return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0)
-
-
 def _has_other_nodes(ctx: ParallelContext) -> bool:
-    return _local_size() != ctx.world_size
+    return local_size() != ctx.world_size
 
 
 def _make_with_heartbeats(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:

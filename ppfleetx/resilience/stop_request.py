@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-from ppfleetx.utils.end_processes import is_rank
+from ppfleetx.utils.launched import is_rank
 
 
 class StopRequest:

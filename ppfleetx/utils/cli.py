@@ -14,8 +14,9 @@ from collections.abc import Callable
 from types import FrameType
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
-from ppfleetx.utils.end_processes import end_with_launcher, is_rank
+from ppfleetx.utils.end_processes import end_with_launcher
 from ppfleetx.utils.installed import not_installed
+from ppfleetx.utils.launched import is_rank
 from ppfleetx.utils.lost_peers import end_with_peers, ended_peer_in, is_end_decided
 
 EXIT_USER_ERROR = 2

@@ -30,12 +30,6 @@ _AFTER_KILL_SECONDS = 30.0
 # -- a rank and its launcher ------------------------------------------------------------
 
 
-def is_rank() -> bool:
-    """Return whether this process is a rank of a job, according to an environment variable that launchers
-    set."""
-    return "PADDLE_TRAINER_ID" in os.environ
-
-
 def end_with_launcher() -> None:
     """From now on, end this rank by SIGTERM, and later by SIGKILL, when its launcher is gone. Has no effect
     in a process that Paddle's launcher has not started."""

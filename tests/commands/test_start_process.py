@@ -3,7 +3,7 @@
 import pytest
 
 from ppfleetx.commands import start_process
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.utils.devices import not_supported_reasons
@@ -46,12 +46,6 @@ def test_a_tokenizer_that_is_not_there_names_its_key_and_where_gpt2s_is(tmp_path
         start_with(cfg, reads=("Train",))
     assert "https://huggingface.co/openai-community/gpt2" in str(caught.value)
     assert "ppfleetx tokenizer" in str(caught.value)
-
-
-def test_the_launchers_number_is_a_number() -> None:
-    assert world_size({"PADDLE_TRAINERS_NUM": "8"}) == 8
-    with pytest.raises(ConfigError, match="is not a number"):
-        world_size({"PADDLE_TRAINERS_NUM": "eight"})
 
 
 def test_without_data_the_key_is_named() -> None:
