@@ -25,14 +25,10 @@ LEVELS = ("between nodes", "within nodes")
 @dataclass(frozen=True)
 class ParallelContext:
     """This process's rank and coordinates in the parallel plan, and its process group along each axis that
-    has more than one rank.
-
-    ``data_rank`` is the number of the data-parallel replica: ``dp rank x sharding degree + sharding rank``.
-    """
+    has more than one rank."""
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     rank: int = 0
-    data_rank: int = 0
     device: str = "cpu"
     groups: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,13 +41,14 @@ class ParallelContext:
     def single(cls, device: str = "cpu") -> ParallelContext:
         return cls(device=device)
 
-    @classmethod
-    def of(cls, plan: ParallelPlan, rank: int, device: str, groups: Mapping[str, Any]) -> ParallelContext:
-        return cls(plan, rank, plan.data_rank(rank), device, groups)
-
     @property
     def world_size(self) -> int:
         return self.plan.world_size
+
+    @cached_property
+    def data_rank(self) -> int:
+        """The number of this rank's data-parallel replica: dp rank x sharding degree + sharding rank."""
+        return self.plan.data_rank(self.rank)
 
     @property
     def data_size(self) -> int:

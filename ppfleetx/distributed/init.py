@@ -95,7 +95,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
     hcg = fleet.get_hybrid_communicate_group()
-    ctx = ParallelContext.of(plan, paddle.distributed.get_rank(), device, _groups(plan, hcg))
+    ctx = ParallelContext(plan, paddle.distributed.get_rank(), device, _groups(plan, hcg))
     RECORD.names = {0: "job's", **{group.id: axis for axis, group in ctx.groups.items()}}
     _check_layout(ctx)
     return ctx
