@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.end_processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 from ppfleetx.utils.log import configure_logging, get_logger
@@ -33,32 +32,11 @@ RESUME = "Engine.save_load.resume"
 
 def with_resume(command: Sequence[str]) -> list[str]:
     """Return ``command`` with ``-o Engine.save_load.resume=auto``, so that a restarted run continues from its
-    last checkpoint. A command that already sets this key to ``auto`` or true is returned unchanged. Raises
-    ConfigError if the command sets the key to anything else."""
-    overrides = [text.partition("=") for text in _overrides(command)]
-    given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
-    for value in given:
-        if value.strip("'\"").lower() not in ("auto", "true", "yes", "on"):
-            raise ConfigError(
-                "the supervisor restarts a failed run from its last checkpoint; leave the override out, or "
-                f"give {RESUME}=auto or true",
-                key=RESUME,
-                value=value,
-                place="the supervised command",
-            )
-    return list(command) if given else [*command, "-o", f"{RESUME}=auto"]
-
-
-def _overrides(command: Sequence[str]) -> Iterator[str]:
-    takes_next = False
-    for argument in command:
-        if takes_next:
-            yield argument
-        takes_next = not takes_next and argument in ("-o", "--override")
-        if argument.startswith("--override="):
-            yield argument.removeprefix("--override=")
-        elif argument.startswith("-o") and argument != "-o":
-            yield argument.removeprefix("-o")
+    last checkpoint. A command that sets this key itself is returned unchanged."""
+    overrides = (text.removeprefix("--override=").removeprefix("-o") for text in command)
+    if any(text.partition("=")[0].strip() == RESUME for text in overrides):
+        return list(command)
+    return [*command, "-o", f"{RESUME}=auto"]
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.resilience.supervisor import with_resume
 from tests.helpers.leftovers import children, leftovers
@@ -60,28 +59,15 @@ RESUME = "Engine.save_load.resume"
     [
         ([], ["-o", f"{RESUME}=auto"]),
         (["-o", "Engine.max_steps=5", f"-o{RESUME}2=x"], ["-o", f"{RESUME}=auto"]),
-        ([f"{RESUME}=false"], ["-o", f"{RESUME}=auto"]),  # no override
         (["-o", f"{RESUME}=auto"], []),
         ([f"-o{RESUME} = auto"], []),
         ([f"--override={RESUME}=True"], []),
-        (["--override", f"{RESUME}='auto'", "-o", "Engine.max_steps=5"], []),
+        (["--override", f"{RESUME}=False", "-o", "Engine.max_steps=5"], []),
     ],
 )
 def test_resuming_is_added_where_the_command_does_not_say_it(given: list[str], added: list[str]) -> None:
     command = ["python", "tools/train.py", "-c", "FILE", *given]
     assert with_resume(command) == [*command, *added]
-
-
-def test_a_command_that_does_not_resume_is_refused_in_words() -> None:
-    for value in ("False", "off", "null", ""):
-        command = [sys.executable, SUPERVISE, "--", "python", "tools/train.py", "-o", f"{RESUME}={value}"]
-        if value == "False":
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2
-            assert f"{RESUME} = 'False' (the supervised command)" in done.stderr
-            assert "Traceback" not in done.stderr
-        with pytest.raises(ConfigError, match="leave the override out"):
-            with_resume(command)
 
 
 def test_the_command_of_the_readme_is_accepted() -> None:
