@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -21,11 +20,11 @@ from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
-from ppfleetx.deploy.server.app import create_app
-from ppfleetx.deploy.server.run import build_service
+from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.spec import parameter_shapes
+from tests.deploy.server.in_process import serve
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -124,29 +123,24 @@ def test_an_export_keeps_it_all(third: Path, generator: Generator) -> None:
     assert found == generator.generate(texts, cfg)
 
 
-def complete(third: Path, body: dict[str, Any], *overrides: str) -> dict[str, Any]:
-    """The answer of a server."""
-    cfg = configuration(third, *overrides)
-    service = build_service(cfg, load_generator(cfg, CTX), None)
+def prompt_tokens(third: Path, body: dict[str, Any], *overrides: str) -> int:
+    """How many tokens a server reads in the request's prompt."""
+    cfg, found = configuration(third, *overrides), []
 
-    async def main() -> dict[str, Any]:
-        app = create_app(service)
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://s") as client,
-        ):
-            return (await client.post("/v1/completions", json={"max_tokens": 1, **body})).json()
+    async def use(client: httpx.AsyncClient, _: Service) -> None:
+        answer = await client.post("/v1/completions", json={"max_tokens": 1, **body})
+        found.append(answer.json()["usage"]["prompt_tokens"])
 
-    return asyncio.run(main())
+    serve(load_generator(cfg, CTX), cfg.Serve, use)
+    return found[0]
 
 
 def test_the_server_parses_special_tokens_unless_told_otherwise(third: Path) -> None:
     row = next(row for row in GOLDEN["llama3"]["texts"] if row["text"].startswith("<|start_header_id|>user"))
     body = {"prompt": row["text"], "user": "somebody"}
-    assert complete(third, body)["usage"]["prompt_tokens"] == len(row["ids"])
+    assert prompt_tokens(third, body) == len(row["ids"])
     bare = {**body, "add_special_tokens": False}
-    assert complete(third, bare)["usage"]["prompt_tokens"] == len(row["bare"])
+    assert prompt_tokens(third, bare) == len(row["bare"])
     distrust = "Serve.parse_special_tokens=False"
-    assert complete(third, bare, distrust)["usage"]["prompt_tokens"] == len(row["plain"])
-    assert complete(third, body, distrust)["usage"]["prompt_tokens"] == len(row["plain"]) + 1
+    assert prompt_tokens(third, bare, distrust) == len(row["plain"])
+    assert prompt_tokens(third, body, distrust) == len(row["plain"]) + 1

@@ -1,5 +1,6 @@
 """A checkpoint with a tiny model, and servers of it as processes of their own."""
 
+import asyncio
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -66,6 +67,22 @@ class Server:
 
     def complete(self, **body: object) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "the cat", **body})
+
+    def together(self, bodies: Sequence[dict]) -> list:
+        """What the ``openai`` client returns for all of these requests at the same time; a body with messages
+        is of a chat."""
+
+        async def run() -> list:
+            options = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
+            async with openai.AsyncOpenAI(**options) as client:
+
+                def ask(body: dict) -> Awaitable[object]:
+                    route = client.chat.completions if "messages" in body else client.completions
+                    return route.create(**{"model": "gpt", **body})
+
+                return await asyncio.gather(*map(ask, bodies))
+
+        return asyncio.run(run())
 
     def metric(self, name: str) -> float:
         """The value of a metric; for one by model, the sum over the models if ``name`` has no label."""

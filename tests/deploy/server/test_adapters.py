@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -115,16 +114,12 @@ def test_each_adapter_answers_as_its_merged_weights_do(
         expected[name] = [row[0].text for row in merged.generate(PROMPTS, options)]
     assert len({tuple(texts) for texts in expected.values()}) == 3
 
-    def answer(asked: tuple[str, str]) -> str:
-        name, prompt = asked
-        done = client.completions.create(model=name, prompt=prompt, max_tokens=20, temperature=0)
-        assert done.model == name
-        return done.choices[0].text
-
     asked = [(name, prompt) for prompt in PROMPTS for name in expected]
+    bodies = [{"model": name, "prompt": text, "max_tokens": 20, "temperature": 0} for name, text in asked]
     for _ in range(2):  # the second time with the keys and values of the first
-        with ThreadPoolExecutor(len(asked)) as pool:
-            answers = dict(zip(asked, pool.map(answer, asked), strict=True))
+        done = server.together(bodies)
+        assert [one.model for one in done] == [name for name, _ in asked]
+        answers = dict(zip(asked, (one.choices[0].text for one in done), strict=True))
         for name, texts in expected.items():
             assert [answers[name, prompt] for prompt in PROMPTS] == texts, name
     counted = {name: f'ppfleetx_generated_tokens_total{{model="{name}"}}' for name in expected}

@@ -1,8 +1,6 @@
 # ruff: noqa: E501 requests are long
 """Chat completions, log probabilities and other OpenAI features, through the ``openai`` client."""
 
-import asyncio
-
 import numpy as np
 import openai
 import paddle
@@ -42,17 +40,6 @@ def logprobs_by_hand(offline: Generator, ids: list[int]) -> np.ndarray:
     return values - np.log(np.exp(values).sum(-1, keepdims=True))
 
 
-def chat_together(server: Server, bodies: list[dict]) -> list[openai.types.chat.ChatCompletion]:
-    async def run() -> list[openai.types.chat.ChatCompletion]:
-        options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
-        async with openai.AsyncOpenAI(**options) as several:
-            return await asyncio.gather(
-                *(several.chat.completions.create(model="gpt", **body) for body in bodies)
-            )
-
-    return asyncio.run(run())
-
-
 def test_chats_are_those_of_the_offline_generator(server: Server, offline: Generator) -> None:
     """Thirty at once, greedy and sampled, most of which begin with the same message."""
     section = GenerationConfig(max_dec_len=14, temperature=0.8, top_p=0.9, seed=5)
@@ -67,7 +54,7 @@ def test_chats_are_those_of_the_offline_generator(server: Server, offline: Gener
     ]
     likeliest = [{"messages": one, "max_completion_tokens": 14, "temperature": 0} for one in CHATS]
     before = server.metric("ppfleetx_reused_prompt_tokens_total")
-    answers = chat_together(server, (sampled + likeliest) * 5)
+    answers = server.together((sampled + likeliest) * 5)
     assert [one.choices[0].message.content for one in answers] == (sampled_texts + greedy_texts) * 5
     assert {one.choices[0].message.role for one in answers} == {"assistant"}
     assert answers[0].usage.prompt_tokens == len(prompt_ids(offline, CHATS[0]))

@@ -1,6 +1,5 @@
 """The server as the ``openai`` client sees it."""
 
-import asyncio
 import json
 
 import httpx
@@ -14,27 +13,15 @@ from tests.deploy.server.conftest import ENDLESS, Server
 PROMPTS = ["the cat", "and", "the other hat and the other cat and", "x\nyé", "hat the hat " * 5]
 
 
-def complete_together(server: Server, bodies: list[dict]) -> list[openai.types.Completion]:
-    """All requests at the same time."""
-
-    async def run() -> list[openai.types.Completion]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
-        ) as client:
-            return await asyncio.gather(*(client.completions.create(model="gpt", **body) for body in bodies))
-
-    return asyncio.run(run())
-
-
 def test_greedy_answers_are_the_offline_ones(server: Server, offline: Generator) -> None:
     """In one request, and in many that share a batch."""
     section = GenerationConfig(decode_strategy="greedy_search", max_dec_len=24)
     expected = [one.text for [one] in offline.generate(PROMPTS, section)]
-    [answer] = complete_together(server, [{"prompt": PROMPTS, "temperature": 0, "max_tokens": 24}])
+    [answer] = server.together([{"prompt": PROMPTS, "temperature": 0, "max_tokens": 24}])
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == list(range(len(PROMPTS)))
     bodies = [{"prompt": prompt, "temperature": 0, "max_tokens": 24} for prompt in PROMPTS * 2]
-    answers = complete_together(server, bodies)
+    answers = server.together(bodies)
     assert [answer.choices[0].text for answer in answers] == expected * 2
 
 
@@ -57,7 +44,7 @@ def test_sampled_answers_depend_on_the_seed_alone(server: Server, offline: Gener
         {"prompt": "hat", "temperature": 1.5, "max_tokens": 25},
         {"prompt": "the", "temperature": 0, "max_tokens": 12, "extra_body": {"repetition_penalty": 1.5}},
     ]
-    first, *_, last = complete_together(server, [body, *others, {**body, "seed": 12}])
+    first, *_, last = server.together([body, *others, {**body, "seed": 12}])
     assert [choice.text for choice in first.choices] == expected
     assert [choice.text for choice in last.choices] != expected
 

@@ -10,14 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.responses import EventStream, RequestEvents
 from ppfleetx.deploy.server.run import _make_server
-from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.session import NextTokenModel
 from tests.deploy.server.conftest import ENDLESS
 from tests.deploy.server.in_process import Use, serve
@@ -40,25 +39,15 @@ class Fragile:
 POISON = 7
 
 
-@pytest.fixture(scope="module")
-def generator(served_checkpoint: Path):
-    options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}"]
-    generator = load_generator(
-        load_config(served_checkpoint / "config.yaml", options), ParallelContext.single()
-    )
-    generator.next_token_model.model.eval()
-    return generator
-
-
 @pytest.fixture
-def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
+def in_server(served_checkpoint: Path, offline: Generator) -> Callable[[Use], Fragile]:
     """``in_server(use)`` runs a coroutine against a server with a fragile model."""
 
     def run(use: Use, overrides: Sequence[str] = (), **attributes: object) -> None:
         cfg = load_config(served_checkpoint / "config.yaml", overrides).Serve
-        model = Fragile(generator.next_token_model, POISON)
+        model = Fragile(offline.next_token_model, POISON)
         vars(model).update(attributes)
-        serve(generator, cfg, use, model)
+        serve(offline, cfg, use, model)
 
     return run
 
