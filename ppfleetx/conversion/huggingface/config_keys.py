@@ -4,29 +4,13 @@ unsupported feature is accepted only if its value turns the feature off."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
-
-from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.config.field_annotations import annotation_at, describe
-from ppfleetx.config.fields import (
-    MAX_SIZE,
-    Bool,
-    NonNegativeFloat,
-    PositiveFloat,
-    Says,
-    Size,
-    Text,
-    UnitFloat,
-)
-from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.errors import CheckpointError, UserError, shown
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.conversion.huggingface.generation_config import KEYS as GENERATION_KEYS
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, quantization
-from ppfleetx.conversion.huggingface.rope import PLACES
 
 # Keys without effect on the output: origin, storage, runtime, generation and others.
 _WITHOUT_EFFECT = {
@@ -126,26 +110,6 @@ _REFUSED = {
 """Popular networks that we do not support, with the reason."""
 
 
-_Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE), Says("an integer of at least 0, below 2^31")]
-_READ_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("activation_function", "hidden_act", "topk_method"), Text),
-    **dict.fromkeys(("use_sliding_window", "output_router_logits", "seq_aux"), Bool),
-    **dict.fromkeys(
-        ("sliding_window", "max_window_layers", "first_k_dense_replace", "n_shared_experts"), _Count
-    ),
-    **dict.fromkeys(("n_group", "topk_group", "num_nextn_predict_layers", "num_key_value_heads"), _Count),
-    **dict.fromkeys(("original_max_position_embeddings", "decoder_sparse_step"), Size),
-    **dict.fromkeys(("router_aux_loss_coef", "aux_loss_alpha"), NonNegativeFloat),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), PositiveFloat),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), UnitFloat),
-    "mlp_only_layers": Annotated[list[_Count], Says("a list of layers")],
-    "layer_types": Annotated[list[Any], Says("a list")],
-    **dict.fromkeys(PLACES, Annotated[dict[str, Any], Says("an object")]),
-}
-"""Types of ``config.json`` keys that a `Feature` reads. All other keys have the type of the key they map
-to."""
-
-
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a Hugging Face ``config.json`` to keys of our ``Model`` section. Raises CheckpointError if the
     model type, an option or a value is not supported."""
@@ -158,36 +122,14 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if absent := [key for key in family.required if key not in hf_config]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
-    _check_values(config, family)
     quantization(config)
     _refuse_unsupported(config, kind, family)
-    return family.model_keys(config)
-
-
-def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if a key that ``family`` converts has a value of a wrong type or out of range."""
-    for key in family.mapped & config.keys():
-        if key in family.keys:
-            ours = family.keys[key][0].split()[0]
-            _check_value(key, config[key], annotation_at(ModelConfig, ours.split(".")))
-        elif key in _READ_TYPES:
-            _check_value(key, config[key], _READ_TYPES[key])
-    for place in PLACES:
-        for key, value in config.get(place, {}).items() if place in family.mapped else ():
-            if key in _READ_TYPES and value is not None:
-                _check_value(f"{place}.{key}", value, _READ_TYPES[key])
-
-
-def _check_value(name: str, value: Any, kind: Any) -> None:
     try:
-        _adapter(kind).validate_python(value)
-    except ValidationError:
-        raise CheckpointError(f"{name} = {shown(value)} in config.json: must be {describe(kind)}") from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+        return family.model_keys(config)
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json has a value that no {kind} can have: {error}") from error
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:
