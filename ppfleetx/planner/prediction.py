@@ -8,15 +8,13 @@ from typing import Any
 
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.planner.cards import GIB, Card, any_card, card_of_device, load_card
+from ppfleetx.planner.cards import GIB, any_card, card_of_device, load_card
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
 from ppfleetx.planner.plan_to_config import plan_text
 from ppfleetx.planner.step_time import (
-    EstimatedPasses,
     StepTime,
-    estimate_passes,
     estimate_seconds,
     spread,
     step_time,
@@ -60,23 +58,10 @@ class Prediction:
         return self.time.interval[2]
 
     @cached_property
-    def _estimated_passes(self) -> EstimatedPasses:
-        return estimate_passes(self.job, self.cluster)
-
-    @property
-    def estimated_at_least(self) -> float:
-        """A lower bound of :attr:`estimated_at_most` that is faster to compute.
-
-        It counts the passes and pipeline messages of a step, but not the work after them.
-        """
-        return self._estimated_passes.seconds * spread(self.job, self.cluster)[1]
-
-    @cached_property
     def estimated_at_most(self) -> float:
         """The upper bound of the likely seconds per step, estimated without simulating the pipeline
         schedule."""
-        seconds = estimate_seconds(self.job, self.cluster, self._estimated_passes)
-        return seconds * spread(self.job, self.cluster)[1]
+        return estimate_seconds(self.job, self.cluster) * spread(self.job, self.cluster)[1]
 
     @property
     def host(self) -> float:
@@ -146,40 +131,22 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
     return RunLength(tokens, steps, seconds / _DAY, seconds / HOUR * cards)
 
 
-def run_prediction(
-    cfg: RunConfig, device: str, card: Card | None = None, *, device_name: str = ""
-) -> Prediction | None:
-    """Predict memory and step time of a configured run under its own plan.
-
-    Returns None if the run does not train our GPT, or if the card's speed in the run's data type is unknown.
-
-    Args:
-        device: the kind of device, such as ``gpu``.
-        card: the card to predict for; None: the card in ``Global.card`` or, if unset, the card that fits the
-            device.
-        device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
-
-    Raises:
-        ConfigError: there is no card of the name in ``Global.card``.
-    """
-    prediction = prediction_of_memory(cfg, device, card, device_name)
+def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Prediction | None:
+    """Like :func:`prediction_of_memory`, but returns None also if the card's speed in the run's data type is
+    unknown, so that the step time can be predicted, too."""
+    prediction = prediction_of_memory(cfg, device, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
         return None
     return prediction
 
 
-def prediction_of_memory(
-    cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
-) -> Prediction | None:
-    """Predict the memory of a configured run under its own plan, and its step time if possible.
+def prediction_of_memory(cfg: RunConfig, device: str, device_name: str = "") -> Prediction | None:
+    """Predict the memory of a configured run under its own plan; None if the run does not train our GPT.
 
-    Returns None if the run does not train our GPT. If the card's speed in the run's data type is unknown, the
-    prediction has valid memory, but no step time.
+    The card is the one in ``Global.card`` or, if unset, the card that fits the device.
 
     Args:
         device: the kind of device, such as ``gpu``.
-        card: the card to predict for; None: the card in ``Global.card`` or, if unset, the card that fits the
-            device.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Raises:
@@ -187,8 +154,7 @@ def prediction_of_memory(
     """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
-    if card is None:
-        name = cfg.Global.card or card_of_device(device_name)
-        asked_in = cfg.origins.get("Global.card")
-        card = any_card(device) if name is None else load_card(name, key="Global.card", asked_in=asked_in)
+    name = cfg.Global.card or card_of_device(device_name)
+    asked_in = cfg.origins.get("Global.card")
+    card = any_card(device) if name is None else load_card(name, key="Global.card", asked_in=asked_in)
     return Prediction(job_of(cfg, card), Cluster(card))

@@ -138,10 +138,7 @@ class _Search:
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
             prediction = Prediction(candidate, self.cluster)
-            if self.goal == "time" and (
-                self.short.has_no_room_for(prediction.estimated_at_least)
-                or self.short.has_no_room_for(prediction.estimated_at_most)
-            ):
+            if self.goal == "time" and self.short.has_no_room_for(prediction.estimated_at_most):
                 self.found.slower += 1
                 return all_fit
             if not prediction.fits:

@@ -191,21 +191,8 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
     return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share, spread(job, cluster))
 
 
-@dataclass(frozen=True)
-class EstimatedPasses:
-    """The time of the passes and pipeline messages of a step, estimated without a simulation.
-
-    Attributes:
-        seconds: the time from the first pass to the last.
-        of_stages: seconds of the passes of one micro batch, for the first and the last pipeline stage.
-    """
-
-    seconds: float
-    of_stages: dict[int, PassSeconds]
-
-
-def estimate_passes(job: Job, cluster: Cluster) -> EstimatedPasses:
-    """Estimate the time of all passes and pipeline messages of a step without simulating the schedule."""
+def estimate_seconds(job: Job, cluster: Cluster) -> float:
+    """Estimate the seconds of one optimizer step without simulating the pipeline schedule."""
     plan, same = job.plan, passes_key(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
     ways: dict[int, PassSeconds] = {}
@@ -228,19 +215,8 @@ def estimate_passes(job: Job, cluster: Cluster) -> EstimatedPasses:
             # Stages compute weight gradients in some of this time.
             filling -= 2 * min(_weight_seconds(job, cluster))
         total += (plan.pp - 1) * filling
-    return EstimatedPasses(total * cluster.straggling(plan.world_size), ways)
-
-
-def estimate_seconds(job: Job, cluster: Cluster, passes: EstimatedPasses | None = None) -> float:
-    """Estimate the seconds of one optimizer step without simulating the pipeline schedule.
-
-    Args:
-        passes: the result of :func:`estimate_passes`; None: compute it.
-    """
-    passes = passes or estimate_passes(job, cluster)
-    ranks = {stage: (held_parameters(job, stage), ways) for stage, ways in passes.of_stages.items()}
-    after = _after_passes(job, cluster, ranks)[-1]
-    return passes.seconds + after * cluster.straggling(job.plan.world_size)
+    ranks = {stage: (held_parameters(job, stage), way) for stage, way in ways.items()}
+    return (total + _after_passes(job, cluster, ranks)[-1]) * cluster.straggling(plan.world_size)
 
 
 def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:

@@ -144,7 +144,7 @@ def test_the_margin_of_memory_for_busy_experts_is_named(capsys):
 
 def test_the_best_interval_is_where_least_is_lost():
     """Young's formula is the first order of Daly's; nearby intervals lose more."""
-    prediction = run_prediction(load_config(BIG), "gpu", load_card("A100-80GB"))
+    prediction = run_prediction(load_config(BIG), "gpu")
     save, mtbf = 60.0, 50 * 3600 * 16
     found = failures(prediction, node_mtbf=mtbf, save=save, restart=300.0)
     assert found.mtbf == mtbf / 16
@@ -154,7 +154,7 @@ def test_the_best_interval_is_where_least_is_lost():
 
 
 def test_days_and_cost_follow_from_the_step(capsys):
-    prediction = run_prediction(load_config(BIG), "gpu", load_card("A100-80GB"))
+    prediction = run_prediction(load_config(BIG), "gpu")
     run = run_length(prediction, 3e11)
     assert run.days == pytest.approx(3e11 / prediction.tokens_per_second / 86_400)
     assert run.card_hours == pytest.approx(run.days * 24 * 128)

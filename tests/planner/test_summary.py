@@ -9,7 +9,6 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.device_usage import Forecast
-from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.prediction import run_prediction
 
 SHIPPED = "ppfleetx/configs/nlp/gpt/pretrain_gpt_{}.yaml"
@@ -70,7 +69,7 @@ def test_a_card_that_does_not_compute_in_the_type_has_memory_and_no_time():
 def test_the_end_compares_prediction_and_measurement(caplog):
     cfg = load_config(NANO)
     run = SimpleNamespace(ctx=SimpleNamespace(device="cpu", rank_on=lambda _: 0))
-    forecast = Forecast(run_prediction(cfg, "cpu", load_card("CPU")), named=False)
+    forecast = Forecast(run_prediction(cfg, "cpu"), named=False)
     forecast.on_fit_start(run)
     with caplog.at_level(logging.INFO):
         forecast.on_fit_end(run)
