@@ -114,16 +114,6 @@ _ARCHITECTURES = (
 )
 _BY_NAME = {one.name: one for one in _ARCHITECTURES}
 _BY_TYPE = {one.model_type: one for one in _ARCHITECTURES} | {"mistral": _BY_NAME["llama"]}
-_KINDS = {
-    "split.count": (int, "an integer"),
-    **{f"tokenizer.ggml.{name}": (str, "a text") for name in ("model", "pre")},
-    **{f"tokenizer.ggml.{name}": (list, "a list") for name in ("tokens", "token_type", "scores", "merges")},
-    **{
-        f"tokenizer.ggml.{name}_token_id": (int, "an integer")
-        for name in ("bos", "eos", "eot", "unknown", "padding")
-    },
-}
-"""The Python types of metadata that are used without another check."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -235,9 +225,6 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
         metadata = {key: one.contents() for key, one in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:  # errors that the library passes on
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
-    for key, (kind, what) in _KINDS.items():
-        if key in metadata and (type(metadata[key]) is not kind):
-            raise CheckpointError(f"{path}: {key} is {shown(metadata[key])}, and must be {what}")
     count = metadata.get("split.count", 1)
     if count > 1:
         raise CheckpointError(

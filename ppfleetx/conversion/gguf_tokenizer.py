@@ -73,22 +73,19 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns the texts by file
     name. Raises CheckpointError, naming ``place``, if the tokenizer is not supported or incomplete."""
-    kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
+    kind = metadata.get(f"{_KEY}model")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
             f"{place}: its tokenizer, {_KEY}model {shown(kind)}, is not supported; supported: gpt2, llama. "
             "Give the model's own tokenizer with --tokenizer DIR"
         )
-    if not isinstance(tokens, list) or not tokens:
-        raise CheckpointError(f"{place} holds no tokens ({_KEY}tokens)")
+    tokens = metadata[f"{_KEY}tokens"]
     types = metadata.get(f"{_KEY}token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{place}: {len(tokens)} tokens have {len(types)} types")
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
     if kind == "gpt2":
         definition, cut = _of_bytes(metadata, vocab, types, place)
     else:
-        definition, cut = _of_characters(metadata, vocab, types, place), kind
+        definition, cut = _of_characters(metadata, vocab, types), kind
     definition["added_tokens"] = [
         _added(number, token, is_special=types[number] != _USER_DEFINED)
         for token, number in vocab.items()
@@ -145,12 +142,7 @@ def _of_bytes(
     return definition, cut
 
 
-def _of_characters(
-    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
-) -> dict[str, Any]:
-    scores = metadata.get(f"{_KEY}scores") or []
-    if len(scores) != len(types):
-        raise CheckpointError(f"{place}: {len(types)} tokens have {len(scores)} scores")
+def _of_characters(metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int]) -> dict[str, Any]:
     has_prefix = metadata.get(f"{_KEY}add_space_prefix", True)
     spaces: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders = [
@@ -161,7 +153,7 @@ def _of_characters(
     if has_prefix:
         spaces.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    definition = make_definition(vocab, _merges(vocab, types, scores), [])
+    definition = make_definition(vocab, _merges(vocab, types, metadata[f"{_KEY}scores"]), [])
     unknown = next((token for token, number in vocab.items() if types[number] == _UNKNOWN), None)
     definition["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
     return definition | {

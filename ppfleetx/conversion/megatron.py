@@ -29,10 +29,8 @@ from ppfleetx.conversion.megatron_experts import (
 from ppfleetx.conversion.safe_unpickler import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
-from ppfleetx.utils.input_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_MAX_TRACKER_BYTES = 100
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", "pathlib.", "apex.",
            "transformer_engine.", "torch.Generator", "_io.BytesIO")  # fmt: skip
@@ -129,7 +127,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
 def _iteration(path: Path) -> Path:
     tracker = path / TRACKER
     if tracker.exists():
-        named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
+        named = tracker.read_text("ascii", "replace").strip()
         is_number = named.isascii() and named.isdigit()
         directory = path / (f"iter_{int(named):07d}" if is_number else named)
         if not (is_number or named == "release") or not directory.is_dir():

@@ -19,12 +19,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle was refused because it contains something that is not allowed. ``wanted`` says what that
-    is."""
-
-    def __init__(self, wanted: str) -> None:
-        self.wanted = wanted
-        super().__init__(wanted)
+    """A pickle was refused because it contains something that is not allowed."""
 
 
 class Record:
@@ -102,12 +97,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except RefusedPickleError as error:
-        refused = RefusedPickleError(error.wanted)
-        refused.args = (
-            f"{path} is refused: it asks for {shown(error.wanted)}. Weights are read from such files, arrays "
-            "and containers, and nothing else; nothing of it has been run",
-        )
-        raise refused from error
+        raise RefusedPickleError(
+            f"{path} is refused: it asks for {shown(str(error))}. Weights are read from such files, arrays "
+            "and containers, and nothing else; nothing of it has been run"
+        ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError:  # not an error of the file's contents

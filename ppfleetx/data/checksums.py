@@ -13,13 +13,12 @@ from pathlib import Path
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.formatting import counted
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.input_files import file_status, opened, read_bounded
+from ppfleetx.utils.input_files import file_status, opened
 
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")
 _FORMAT, _VERSION = "ppfleetx corpus checksums", 1
 _HEX_DIGITS = 8  # hexadecimal digits of one CRC-32
-_OVERHEAD_BYTES = 4096  # upper bound for everything in the file except the checksums
 
 
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
@@ -146,10 +145,8 @@ def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
     path = checksums_path(prefix)
     if not path.exists():
         return None
-    pair = [Path(f"{os.fspath(prefix)}{suffix}") for suffix in SUFFIXES]
-    num_bytes = sum(file.stat().st_size for file in pair if file.exists())
-    limit = 16 * (_OVERHEAD_BYTES + _HEX_DIGITS * (num_bytes // BLOCK_BYTES + len(SUFFIXES)))
-    content = read_bounded(path, limit, DataError)
+    with opened(path, DataError) as file:
+        content = file.read()
     try:
         files = _parse(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Dialect:
         title: the toolkit's name in messages.
         tables: the key tables of its options, by their heading in ``docs/dialects/{name}.md``.
         of_file: translates a file, given its path and further command-line arguments.
-        of_arguments: translates a command line; None if only files are supported.
+        of_arguments: translates a command line.
         programs: file names of the toolkit's programs, to recognize a command line.
         keys_of_files: top-level keys of its files, to recognize a file.
         options: names of its options (lower case, with underscores), to recognize a command line.
@@ -41,10 +41,10 @@ class Dialect:
     title: str
     tables: dict[str, KeyTable]
     of_file: Callable[[Path, Sequence[str]], Translation]
-    of_arguments: Callable[[Sequence[str]], Translation] | None = None
-    programs: frozenset[str] = field(default_factory=frozenset)
-    keys_of_files: frozenset[str] = field(default_factory=frozenset)
-    options: frozenset[str] = field(default_factory=frozenset)
+    of_arguments: Callable[[Sequence[str]], Translation]
+    programs: frozenset[str]
+    keys_of_files: frozenset[str]
+    options: frozenset[str]
 
 
 def dialects() -> dict[str, Dialect]:
@@ -80,7 +80,7 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
     """Find the dialect of a command line. Returns the dialect, and the arguments for its ``of_arguments``."""
     refuse_other_models(argv)
-    known = [one for one in dialects().values() if one.of_arguments is not None]
+    known = list(dialects().values())
     at = next((at for at, text in enumerate(argv) if any(_runs(one, text) for one in known)), None)
     if at is not None:
         known = [one for one in known if _runs(one, argv[at])]

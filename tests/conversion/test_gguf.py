@@ -244,8 +244,6 @@ DAMAGES = {
     "Git LFS": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"),
     "general.architecture 'mamba' is not supported": said("general.architecture", "mamba"),
     "is one of 3 parts": said("split.count", 3),
-    "split.count is 'three', and must be an integer": said("split.count", "three"),
-    "bos_token_id is 'first', and must be": said("tokenizer.ggml.bos_token_id", "first"),
     "mixture of experts": said("llama.expert_count", 8),
     "lacks the tensor blk.1.ffn_up.weight": changed(without=["blk.1.ffn_up.weight"]),
     "tensors that this network does not have: blk.1": said("llama.block_count", 1),

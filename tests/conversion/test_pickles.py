@@ -126,7 +126,7 @@ def test_malicious_pickles_are_refused_by_name_and_run_nothing(wanted, tmp_path)
     path.write_bytes(attacks(marker(tmp_path))[wanted])
     with pytest.raises(RefusedPickleError) as caught:
         read_paddle_file(path)
-    assert caught.value.wanted == wanted
+    assert f"it asks for '{wanted}'" in str(caught.value)
     assert wanted in str(caught.value)
     assert str(path) in str(caught.value)
     assert not marker(tmp_path).exists()

@@ -66,14 +66,12 @@ def test_both_formats_give_the_same_samples(toy_documents, toy_prefix: str, tmp_
     [
         ({"ids": IDS[:-1]}, "lens add up to 10, ids has 9"),
         ({"ids": IDS.astype(float)}, "flat array of integers"),
-        ({"lens": np.array([3, -1, 3, 5])}, "sequence 1 has a negative length"),
         ({"docs": np.array([0, 3])}, "docs must run from 0"),
         (
             {"docs": np.array([0, 3, 1, 4])},
             r"x_idx\.npz is damaged: docs must run from 0 to 4 sequences",
         ),
         ({"docs": np.array([[0, 4]])}, "flat array of integers"),
-        ({"lens": np.array([2**32 + 3, 0, 2, 5])}, "sequence 0 has 4,294,967,299 tokens"),
         ({"lens": np.array([[3, 0], [2, 5]])}, "flat array of integers"),
     ],
 )

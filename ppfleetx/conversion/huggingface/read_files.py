@@ -25,7 +25,6 @@ CONFIG, PADDLE_CONFIG, GENERATION_CONFIG = "config.json", "model_config.json", "
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PADDLE_PICKLE, PADDLE_INDEX = "model_state.pdparams", "model_state.pdparams.index.json"
 PADDLE_PICKLE_FORMAT = "pdparams"
-_MAX_CONFIG_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,14 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     """Read ``config.json``, or older PaddleNLP's ``model_config.json``. Raises CheckpointError if it is
     missing or damaged."""
     if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
-        return _flattened(read_json(directory / PADDLE_CONFIG, max_bytes=_MAX_CONFIG_BYTES))
-    return read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+        return _flattened(read_json(directory / PADDLE_CONFIG))
+    return read_json(directory / CONFIG)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
     """Read ``generation_config.json``; None if there is none. Raises CheckpointError if it is damaged."""
     path = directory / GENERATION_CONFIG
-    return read_json(path, max_bytes=_MAX_CONFIG_BYTES) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def read_stored(directory: Path) -> Stored:

@@ -22,7 +22,6 @@ SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMP
 NAMED_TEMPLATES = "additional_chat_templates"
 """The directory of further chat templates, one file per template, with the template's name."""
 MAX_TEMPLATE_BYTES = 1 << 20
-_MAX_TEMPLATES = 32
 SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where users can get vocab.json and merges.txt of GPT-2. Nothing is downloaded."""
@@ -119,13 +118,11 @@ def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, st
         texts: the contents of a tokenizer's files, by file name.
 
     Returns the new contents, by file name; ``texts`` itself if the folder has no templates. Raises DataError
-    if there are too many templates or a file is damaged.
+    if a file is damaged.
     """
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts
-    if len(files) > _MAX_TEMPLATES:
-        raise DataError(f"{directory / NAMED_TEMPLATES} holds more than {_MAX_TEMPLATES} templates")
     named = {path.stem: _read_text(path, MAX_TEMPLATE_BYTES) for path in files}
     if CHAT_TEMPLATE in texts:
         named = {"default": texts[CHAT_TEMPLATE], **named}
