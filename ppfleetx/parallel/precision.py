@@ -151,11 +151,11 @@ class Precision:
     def autocast(self) -> Iterator[None]:
         """Context manager for forward passes that chooses the dtype of each operation, by the level and the
         operation lists of the configuration."""
-        if not self._cfg.enable:
+        if not self._cfg.enable or (self.products_alone and self._cfg.products_in_float32):
             yield
             return
         if self.products_alone:
-            with nullcontext() if self._cfg.products_in_float32 else bfloat16.products(), self.keeps_casts():
+            with bfloat16.products(), self.keeps_casts():
                 yield
             return
         # At O2, operations outside the lists run in the dtype of their inputs, and in float32 if these

@@ -223,9 +223,19 @@ def test_both_levels_keep_parameters_in_float32():
         with made.autocast():
             assert bfloat16.are_active()
         assert not bfloat16.are_active()
+
+
+@needs_operators
+def test_products_in_float32_by_the_black_list():
+    """They multiply by the weights themselves, not by 16-bit copies."""
+    layer, x, matmul = Linear(8, 4, bias=False), paddle.to_tensor(random(3, 8)), Matmul(cast_to="bfloat16")
+    layer.weight.set_value(random(8, 4))
     black = Precision(CFG.model_copy(update={"custom_black_list": ("matmul",)}))
+    black.keeps_casts = matmul.kept
     with black.autocast():
         assert not bfloat16.are_active()
+        found = matmul.linear(x, layer.weight).numpy()
+    np.testing.assert_array_equal(found, layer(x).numpy())
 
 
 @pytest.mark.parametrize(
