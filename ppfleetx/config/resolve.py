@@ -272,7 +272,8 @@ def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
         yield RuleError(
             ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),
             f"a warm-up of {counted(lr.num_warmup_steps, 'step', 'g')} is longer than the schedule of "
-            f"{counted(decay, 'step')}",
+            f"{counted(decay, 'step')}; to train only the first steps of a longer one, set decay_steps to "
+            "its length",
         )
     if (lr.wsd_decay_steps or 0) + lr.num_warmup_steps > decay:
         yield RuleError(

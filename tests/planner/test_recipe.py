@@ -56,6 +56,11 @@ def test_what_follows_from_the_depth(tmp_path):
     assert 2**-0.5 <= cfg.batch.global_batch_size * 2048 / wanted <= 2**0.5
 
 
+def test_a_trial_of_a_few_steps_follows_the_schedule_of_the_whole_run(tmp_path):
+    cfg = checked(RecipeInputs(4, 1, "CPU"), path := tmp_path / "recipe.yaml")
+    assert load_config(path, ["Engine.max_steps=2"]).Optimizer.lr == cfg.Optimizer.lr
+
+
 def test_deeper_models_and_longer_runs_have_lower_rates_and_larger_batches():
     by_depth = [RecipeInputs(depth, 1, "A100-80GB") for depth in DEPTHS]
     by_tokens = [RecipeInputs(12, 1, "A100-80GB", tokens) for tokens in (5, 20, 100)]
