@@ -309,10 +309,10 @@ def _recompute(model: ModelConfig) -> str:
 
 
 def _group_lines(cfg: RunConfig) -> list[str]:
-    rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
+    rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values(), cfg.origins)
     decay = cfg.Optimizer.layer_decay
     by_layer = [] if decay == 1.0 else [_line("layer decay", f"{decay:g} towards the input, of the rates")]
-    if len(rows) == 1:
+    if len(rows) == 1 and not cfg.Optimizer.groups:
         return by_layer
     lines = []
     for row in rows:

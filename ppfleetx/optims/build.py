@@ -62,7 +62,7 @@ def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
         changed = cfg.model_copy(update={**given, "name": own.optimizer or cfg.name})
         for group in _registered_groups(changed):
-            name = f"groups[{number}] {group.name}"
+            name = f"groups.{number} {group.name}"
             takes = partial(_takes_both, own, group)
             groups.append(Group(name, group.rule, takes, own.lr_factor, own.weight_decay))
     return [*groups, *_registered_groups(cfg)]

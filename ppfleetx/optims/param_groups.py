@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_block_matrix
@@ -60,14 +61,21 @@ class GroupRow:
     settings: str = ""
 
 
-def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
+def group_rows(
+    cfg: OptimizerConfig, specs: Iterable[ParamSpec], origins: Mapping[str, str] = MappingProxyType({})
+) -> list[GroupRow]:
     """Return the rows of the table of parameter groups that ``--check`` prints: first for the groups of
-    ``Optimizer.groups``, then for all other parameters of the model.
+    ``Optimizer.groups``, then for all other parameters of the model. ``origins`` has the places of keys, for
+    messages.
 
     Raises:
         ConfigError: a group or one of its patterns matches no trainable parameter, or Muon has no matrix to
             update.
     """
+
+    def wrong(rule: str, key: str, value: str) -> ConfigError:
+        return ConfigError(rule, key=key, value=value, place=origins.get(key))
+
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     trained = [spec for spec in specs if spec.trains]
     for spec in trained:
@@ -78,29 +86,23 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     rows = []
     for number, found in enumerate(members):
         own = cfg.groups[number] if number < len(cfg.groups) else ParamGroupConfig.model_construct()
-        key = f"Optimizer.groups[{number}]" if number < len(cfg.groups) else "others"
+        key = f"Optimizer.groups.{number}" if number < len(cfg.groups) else "others"
         if not found and number < len(cfg.groups):
-            raise ConfigError(
-                "matches no trainable parameter that is not already in an earlier group",
-                key=key,
-                value=", ".join(own.patterns or own.kinds or ()),
+            rest = " that is not already in an earlier group" if number else ""
+            raise wrong(
+                f"matches no trainable parameter{rest}", key, ", ".join(own.patterns or own.kinds or ())
             )
         for pattern in own.patterns:
             if not any(fnmatchcase(spec.name, pattern) for spec in trained):
-                raise ConfigError("matches no trainable parameter", key=f"{key}.parameters", value=pattern)
+                raise wrong("matches no trainable parameter", f"{key}.parameters", pattern)
         if own.optimizer == "Muon" and not any(map(is_hidden_matrix, found)):
-            raise ConfigError(
-                "matches no matrix of a block, and Muon updates nothing else",
-                key=f"{key}.optimizer",
-                value="Muon",
+            raise wrong(
+                "matches no matrix of a block, and Muon updates nothing else", f"{key}.optimizer", "Muon"
             )
         rows += _rows(key, own, own.optimizer or cfg.name, found)
     if cfg.name == "Muon" and not any(row.optimizer == "Muon" for row in rows):
-        raise ConfigError(
-            "finds no matrix of a block to update (adapters do not count); use AdamW",
-            key="Optimizer.name",
-            value="Muon",
-        )
+        rule = "finds no matrix of a block to update (adapters do not count); use AdamW"
+        raise wrong(rule, "Optimizer.name", "Muon")
     return rows
 
 

@@ -159,7 +159,7 @@ def _optimizer_and_sync(
     if train:
         # Raises for groups without parameters. Needs the declaration of the whole model, because this rank
         # may hold a part.
-        group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
+        group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values(), cfg.origins)
         fused = "adamw" in factory.fused.taken
         place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
         optimizer = build_optimizer(

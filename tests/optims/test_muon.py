@@ -154,16 +154,34 @@ def test_a_group_that_takes_nothing_is_refused_by_name():
     specs = parameter_specs(MODEL).values()
     with pytest.raises(ConfigError) as found:
         group_rows(OptimizerConfig(groups=[{"parameters": "decoder.layer.*"}]), specs)
-    assert found.value.key == "Optimizer.groups[0]"
-    with pytest.raises(ConfigError, match=r"groups\[0\]\.parameters = 'decoder\.layer\.\*'"):
+    assert found.value.key == "Optimizer.groups.0"
+    with pytest.raises(ConfigError, match=r"groups\.0\.parameters = 'decoder\.layer\.\*'"):
         group_rows(OptimizerConfig(groups=[{"parameters": ["*.mlp.*", "decoder.layer.*"]}]), specs)
     rows = group_rows(OptimizerConfig(name="Muon", groups=[{"kinds": ["norm"], "lr_factor": 2}]), specs)
     assert [(row.name, row.optimizer) for row in rows] == [
-        ("Optimizer.groups[0]", "AdamW"),
+        ("Optimizer.groups.0", "AdamW"),
         ("others", "Muon"),
         ("others", "AdamW"),
     ]
     assert sum(len(row.names) for row in rows) == len(list(specs))
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ("[{kinds: [head]}]", r"groups\.0 = 'head' \(-o override 1\): matches no trainable parameter$"),
+        ("[{parameters: '*'}, {kinds: [bias]}]", r"groups\.1 = 'bias' \(-o override 1\): .* earlier group"),
+        ("[{kinds: [bias], optimizer: SGD, beta2: 0.5}]", r"groups\.0\.beta2 = 0\.5 \(-o override 1\): "),
+    ],
+)
+def test_a_wrong_group_is_shown_with_its_place(groups, words):
+    with pytest.raises(ConfigError, match=words):
+        check_report(load_config("debug/gpt_nano", [f"Optimizer.groups={groups}"]))
+
+
+def test_a_group_of_all_parameters_is_shown_with_its_settings():
+    cfg = load_config("debug/gpt_nano", ["Optimizer.groups=[{parameters: '*', lr_factor: 0.5}]"])
+    assert "AdamW, lr_factor 0.5: 28 parameters" in check_report(cfg)
 
 
 def test_the_table_of_groups_is_the_same_for_the_configuration_that_a_run_writes():
@@ -207,7 +225,7 @@ def test_muon_for_parameters_that_it_does_not_move_is_refused():
     cfg = OptimizerConfig(groups=[{"kinds": ["word_embedding"], "optimizer": "Muon"}])
     with pytest.raises(ConfigError) as found:
         group_rows(cfg, parameter_specs(MODEL).values())
-    assert found.value.key == "Optimizer.groups[0].optimizer"
+    assert found.value.key == "Optimizer.groups.0.optimizer"
 
 
 def test_muon_that_moves_nothing_is_refused():
@@ -231,7 +249,7 @@ def test_check_names_every_parameter_of_a_group():
     keys = ["Optimizer.name=Muon", f"Optimizer.groups=[{group}]", "Model.num_layers=4"]
     report = check_report(load_config("debug/gpt_nano", keys))
     lines = [line.strip() for line in report[report.index("optimizer ") :].splitlines()]
-    assert lines[0].endswith("Muon: 6 parameters of 98.3 K (Optimizer.groups[0])")
+    assert lines[0].endswith("Muon: 6 parameters of 98.3 K (Optimizer.groups.0)")
     assert lines[1:3] == [f"decoder.layers.0,2-3.mlp.{name}.weight" for name in ("fc1", "fc2")]
     others = lines[next(n for n, line in enumerate(lines) if line.startswith("Muon") and "others" in line) :]
     assert "decoder.layers.1.mlp.fc1.weight" in others and "decoder.layers.0-3.attention.qkv.weight" in others

@@ -268,4 +268,4 @@ class OptimizerConfig(Section):
             name = group.optimizer or self.name
             for key in ("beta1", "beta2", "weight_decay"):
                 if getattr(group, key) is not None and key not in OPTIMIZERS.traits(name).reads:
-                    yield RuleError((f"groups[{number}].{key}",), f"is not read by {name}")
+                    yield RuleError((f"groups.{number}.{key}",), f"is not read by {name}")
