@@ -5,6 +5,7 @@ import pytest
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import load_golden
@@ -84,7 +85,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
             {"qk_norm": True, "logit_scale": 0.1},
             "qk_norm: True of this llama",
         ),
-        ("hf_llama", {"n_embd": 48}, "n_embd"),
+        ("hf_llama", {"n_embd": 64}, "n_embd"),
         ("hf_gpt2", {"rope_theta": 1e4}, "rope_theta"),
         ("hf_gpt2", {"hidden_size": 64}, "hidden_size .*n_embd .*are the same key"),
         ("hf_gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False"),
@@ -115,7 +116,8 @@ def test_published_files_have_no_key_that_is_not_known(name):
                 ({"quant_method": "awq", "bits": 4, "zero_point": False}, ".zero_point: False"),
             )
         ],
-        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "its own code"),
+        ("hf_llama", {"position_embedding_type": "rope_gptj"}, "position_embedding_type: 'rope_gptj'"),
+        ("hf_llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope scaling 'ntk'"),
         ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("hf_llama", {"sliding_window": 16}, "sliding_window: 16"),
         ("hf_llama", {"alibi": True}, "alibi: True"),
@@ -141,6 +143,7 @@ OF_THE_HUB = {
         "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
         "pruned_heads": {}, "temperature": 1.0, "top_k": 50, "unsloth_fixed": True, "use_bfloat16": False,
         "num_experts": 0, "qkv_bias": False, "scale_emb": 1, "max_window_layers": 28,
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
     },
     "qwen2": {"use_mrope": False, "attention_bias": False, "tie_encoder_decoder": False},
     "gpt_neox": {"custom_pipelines": {"text-generation": {"impl": "x"}}, "hidden_dropout_prob": 0},
@@ -149,26 +152,32 @@ OF_THE_HUB = {
 }  # fmt: skip
 
 
+# Of networks for which a key that is another network's to those above may be their own.
+MORE_OF_THE_HUB = {
+    "gptj": {"scale_attn_weights": True, "gradient_checkpointing": False, "tokenizer_class": "GPT2Tokenizer"},
+    "starcoder2": {
+        "layer_norm_epsilon": 1e-5, "norm_type": "layer_norm", "mlp_type": "default",
+        "scale_attn_weights": True,
+    },
+    "cohere2": {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_qk_norm": False},
+    "phi3": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "attention_bias": False},
+}  # fmt: skip
+
+
 def smallest(kind):
     """A configuration with what it cannot do without."""
-    if kind == "gpt2":
-        return {
-            "model_type": kind,
-            "vocab_size": 64,
-            "n_embd": 32,
-            "n_head": 2,
-            "n_layer": 2,
-            "n_positions": 16,
-        }
+    if kind in ("gpt2", "gptj"):
+        return {"model_type": kind, "vocab_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2,
+                "n_positions": 16, **({"rotary_dim": 8} if kind == "gptj" else {})}  # fmt: skip
     return {"model_type": kind, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
             "max_position_embeddings": 16, "sliding_window": None}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OF_THE_HUB)
+@pytest.mark.parametrize("kind", OF_THE_HUB | MORE_OF_THE_HUB)
 def test_keys_of_published_files_are_taken_without_a_word(kind):
     config = smallest(kind)
-    more = config | OF_THE_HUB[kind]
+    more = config | (OF_THE_HUB | MORE_OF_THE_HUB)[kind]
     assert model_keys(more) == model_keys(config)
     assert unknown_keys(more) == []
 
@@ -191,6 +200,22 @@ def test_a_key_that_nobody_knows_is_passed_over_and_named(kind):
 def test_a_key_of_another_network_is_refused(kind, key, value):
     with pytest.raises(CheckpointError, match=f"{key}: .* of this {kind} is not supported"):
         model_keys(smallest(kind) | {key: value})
+
+
+def test_another_networks_key_is_taken_only_if_the_value_is_ours():
+    config = smallest("starcoder2")
+    with pytest.raises(CheckpointError, match="layer_norm_epsilon: 1e-06 of this starcoder2"):
+        model_keys(config | {"layer_norm_epsilon": 1e-6})
+
+
+def test_a_model_of_ones_own_names_no_token_that_it_does_not_have():
+    """transformers' default of Gemma's pad_token_id lies outside of a small vocabulary, and its scale of
+    scores must be whole."""
+    keys = model_keys(smallest("gemma2") | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0,
+                                            "query_pre_attn_scalar": 9})  # fmt: skip
+    made = hf_config(ModelConfig(**keys), "F32", token_ids={"bos_token_id": 1, "eos_token_id": 2})
+    assert (made["bos_token_id"], made["eos_token_id"], made["pad_token_id"]) == (1, 2, None)
+    assert type(made["query_pre_attn_scalar"]) is int and made["query_pre_attn_scalar"] == 9
 
 
 def test_what_is_switched_off_or_of_no_effect_is_taken():

@@ -352,6 +352,33 @@ def test_older_files_of_gpt_neox(tmp_path):
     assert check_logits(there, convert(there)) < CLOSE
 
 
+@pytest.mark.parametrize(
+    "name, prefix, words",
+    [
+        ("opt", "model.", "decoder.embed_tokens"),
+        ("bloom", "transformer.", "word_embeddings"),
+        ("falcon", "", "transformer.word_embeddings"),
+    ],
+)
+def test_files_may_omit_the_prefix_and_hold_the_tied_head(tmp_path, name, prefix, words):
+    source = directory_of(tmp_path, name)
+    tensors = load_file(source / "model.safetensors")
+    bare = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    save_file(bare | {"lm_head.weight": bare[f"{words}.weight"]}, source / "model.safetensors")
+    tokens, expected = logits_of(name)
+    weights = read_hf(source)
+    logits = our_logits(weights, ModelConfig(**weights.model), tokens)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=CLOSE)
+    save_file(bare | {"lm_head.weight": bare[f"{words}.weight"] + 1}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="ties the head to the word embedding, but their values differ"):
+        read_hf(source)
+
+
+def test_a_program_of_its_own_is_not_run(tmp_path):
+    weights = read_hf(directory_of(tmp_path, "phi3", **OWN_CODE))
+    assert any("its own program (auto_map), which is not run" in note for note in weights.notes)
+
+
 def test_the_length_of_a_bloom_comes_back(tmp_path):
     """Its key is also one of PaddleNLP's, which are left out."""
     source = directory_of(tmp_path, "bloom", seq_length=64)

@@ -94,7 +94,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path, change, words):
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "must be the number of attention heads, 4"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
-        ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob: True of this mixtral"),
+        ("mixtral", {"routed_scaling_factor": 2.5}, "routed_scaling_factor: 2.5 of this mixtral"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
         ("mixtral", {"model_type": "gpt_oss"}, "each of its attention heads has a sink"),
     ],

@@ -16,6 +16,8 @@ from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.families import candidates
 from ppfleetx.models.gpt.spec import parameter_shapes
 
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 def hf_config(
     model: ModelConfig,
@@ -29,14 +31,15 @@ def hf_config(
     Args:
         dtype: the element type of the weights, named as in safetensors files.
         original: the ``config.json`` that the weights came with, which is kept if it describes this network.
-        token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``.
+        token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``. Others are written as null:
+            transformers' defaults may lie outside of the vocabulary.
 
     Raises CheckpointError if no Hugging Face network matches.
     """
     if original is not None and describes(original, model):
         config = {key: value for key, value in original.items() if key != "dtype"}
     else:
-        config = _config_of(model) | (token_ids or {"bos_token_id": None, "eos_token_id": None})
+        config = _config_of(model) | dict.fromkeys(_TOKENS) | dict(token_ids or {})
     return config | {"torch_dtype": NAME_OF_DTYPE[dtype]}
 
 

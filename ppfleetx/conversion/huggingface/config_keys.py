@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, UserError, shown
+from ppfleetx.config.resume_policy import network
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.huggingface.families import FAMILIES
-from ppfleetx.conversion.huggingface.family import Family
+from ppfleetx.conversion.huggingface.family import Family, value_at
 from ppfleetx.conversion.huggingface.generation_config import KEYS as GENERATION_KEYS
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, quantization
 
@@ -28,6 +31,7 @@ _WITHOUT_EFFECT = {
     "task_specific_params", "classifier_dropout", "neftune_noise_alpha", "embd_pdrop", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
+    "auto_map",  # as in transformers without trust_remote_code; directory.py says so
     *GENERATION_KEYS,  # older files have them here
     QUANTIZATION,  # checked separately
 }  # fmt: skip
@@ -54,7 +58,6 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
     "per_layer_config": ({},),
-    "auto_map": ({},),
     "sliding_window": (),
     "use_sliding_window": (False,),
     "lm_head_bias": (False,),
@@ -63,6 +66,7 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "rope_scaling_factor": (1, 1.0),
     "rope_scaling_type": (),
     "scale_qk_coeff": (1, 1.0),
+    "scale_attn_weights": (True,),
     "use_rmsnorm": (True,),
     "use_long_sequence_strategies": (False,),
 }
@@ -99,9 +103,6 @@ _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "position_embedding_type": ("rope", "rotary"),
 }
-_WHY = {
-    "auto_map": "it brings its own code. Without auto_map it is read as its model_type",
-}
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
 _REFUSED = {
     "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
@@ -123,8 +124,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
     quantization(config)
-    _refuse_unsupported(config, kind, family)
     try:
+        _refuse_unsupported(config, kind, family)
         return family.model_keys(config)
     except UserError:
         raise
@@ -187,18 +188,18 @@ def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) ->
         elif key in _WITHOUT_EFFECT or key in _OF_PADDLE or not _is_of_other_networks(key):
             refused = False
         else:
-            refused = bool(value) and not _changes_nothing(key, value, config)
+            refused = bool(value) and not _changes_nothing(key, value, config, family)
         if refused:
-            why = f": {_WHY[key]}" if key in _WHY else ""
-            raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported{why}")
+            raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported")
 
 
-def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+def _changes_nothing(key: str, value: Any, config: Mapping[str, Any], family: Family) -> bool:
     """Return whether the network would be the same without this key and its value. An example is a
     ``head_dim`` of ``hidden_size / num_attention_heads``."""
-    hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
-    if key == "num_key_value_heads":
-        return value == heads
-    if key == "head_dim":
-        return isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and value == hidden // heads
-    return value in _SAME_AS_NONE.get(key, ()) or (key in _FACTORS and value == 1)
+    if value in _SAME_AS_NONE.get(key, ()) or (key in _FACTORS and value == 1):
+        return True
+    ours = {name for one in FAMILIES.values() if key in one.keys for name in one.keys[key][0].split()}
+    if not ours:
+        return False
+    has = network(section_of(ModelConfig, family.model_keys(config)))
+    return all(value_at(has, name) == value for name in ours)

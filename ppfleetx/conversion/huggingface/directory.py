@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,8 @@ from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 
 MAX_FILE_BYTES = 5 * 1000**3
-_GPT2_PREFIX = "transformer."
 _OTHER_HEAD = {"embed_out.weight": "lm_head.weight"}
-_HEADS = {*_OTHER_HEAD, *_OTHER_HEAD.values()}
-_WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
+_HEADS = {*_OTHER_HEAD, *_OTHER_HEAD.values(), "output.weight"}
 
 
 def read_hf(directory: str | Path) -> Weights:
@@ -53,13 +51,17 @@ def read_hf(directory: str | Path) -> Weights:
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
     vocab = keys["vocab_size"]
     tensors = expert_loads(network(config))
-    used: set[str] = set()
+    used: dict[str, str] = {}  # name in the files -> our parameter
     for rule in rules(config):
         theirs = [_name_in_files(stored, name, directory) for name in rule.theirs]
-        used.update(theirs)
+        used |= dict.fromkeys(theirs, rule.ours)
         tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
-    next_tokens = _of_next_tokens(set(stored) - used, config, keys)
-    _check_left_over(set(stored) - used - next_tokens, keys, stored, directory)
+    left_over = stored.keys() - used.keys()
+    next_tokens = _of_next_tokens(left_over, config, keys)
+    words = next(tensor for tensor, ours in used.items() if ours == "embedding.word_embeddings.weight")
+    _check_left_over(
+        left_over - next_tokens, stored, directory, tied_to=words if keys["tie_word_embeddings"] else None
+    )
     own = read_generation_config(directory)
     generation, notes = generation_defaults(own, config)
     kept = without_paddle_keys(config, keys) | ({NEXT_TOKENS: 0} if next_tokens else {})
@@ -79,10 +81,15 @@ def read_hf(directory: str | Path) -> Weights:
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:
-    notes = rope_notes(config) if config["model_type"] != "gpt2" else []
+    kind = config["model_type"]
+    notes = rope_notes(config) if kind != "gpt2" else []
+    if config.get("auto_map"):
+        notes.append(
+            f"config.json names its own program (auto_map), which is not run: it is read as a {kind}"
+        )
     if unknown := unknown_keys(config):
         notes.append(
-            f"config.json has keys that are not known for a {config['model_type']} and are ignored, as in "
+            f"config.json has keys that are not known for a {kind} and are ignored, as in "
             f"transformers: {', '.join(shown(key) for key in unknown)}"
         )
     return notes
@@ -153,8 +160,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
     """Return the name under which the files contain the tensor that transformers calls ``name``. Raises
     CheckpointError if they do not contain it."""
-    # Files may omit GPT-2's prefix, or use the other name of GPT-NeoX's head.
-    for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
+    # Files of a model without its head omit the prefix (GPT-2, BLOOM, OPT). GPT-NeoX's head has two names.
+    for candidate in (name, name.partition(".")[2], _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
     raise CheckpointError(f"{directory} lacks the tensor {name}")
@@ -183,7 +190,7 @@ _WITHOUT_NEXT_TOKENS = (
 )
 
 
-def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
+def _of_next_tokens(names: Collection[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
     """Select the tensors of multi-token prediction layers, which are numbered after the model's layers."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
@@ -191,14 +198,14 @@ def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[st
 
 
 def _check_left_over(
-    names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
+    names: Collection[str], stored: Mapping[str, LazyTensor], directory: Path, *, tied_to: str | None
 ) -> None:
     """Raise CheckpointError if ``names``, the unused tensors of the directory, has others than buffers,
-    biases that are all zero, and a head that is tied to the embedding. ``keys`` is the ``config.json``."""
+    biases that are all zero, and a head that equals ``tied_to``, the word embedding to which it is tied."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
-    tied = _HEADS & names if keys["tie_word_embeddings"] else set()
-    unknown = sorted(name for name in names - tied if not name.endswith(known))
+    tied = _HEADS.intersection(names) if tied_to is not None else set()
+    unknown = sorted(name for name in names if name not in tied and not name.endswith(known))
     # Older versions of AutoGPTQ give every linear a bias.
     unknown = [name for name in unknown if not (name.endswith(".bias") and not stored[name].read().any())]
     if unknown:
@@ -206,8 +213,7 @@ def _check_left_over(
             f"{directory} holds tensors that this network does not have: {', '.join(unknown[:4])}"
         )
     for head in tied:
-        word = next(name for name in stored if name.endswith(_WORDS))
-        if (stored[head].read() != stored[word].read()).any():
+        if (stored[head].read() != stored[tied_to].read()).any():
             raise CheckpointError(
                 f"{directory}: config.json ties the head to the word embedding, but their values differ"
             )

@@ -142,7 +142,6 @@ _GPT_KIN: dict[str, Family] = {
         has_parts_in_a_row=True,
         off={
             "scale_attn_by_inverse_layer_idx": (False,),
-            "scale_attn_weights": (True,),
             "position_embedding_type": ("absolute", "learned"),
         },
     ),
@@ -219,7 +218,6 @@ _GPT_KIN: dict[str, Family] = {
             lambda model: {"multi_query": model.kv_heads == 1},
         ),
         EMBEDDING_DROPOUT,
-        off={"scale_attn_weights": (True,)},
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
@@ -235,6 +233,7 @@ _GPT_KIN: dict[str, Family] = {
         _ROTARY,
         LLAMA_NAMES | in_layers("model.layers.{}", {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}),
         (activation("hidden_act", "gelu_pytorch_tanh"), WINDOW, ROTARY),
+        off={"norm_type": ("layer_norm",), "mlp_type": ("default",)},
     ),
     "opt": Family(
         "OPTForCausalLM",

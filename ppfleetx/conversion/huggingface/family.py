@@ -127,14 +127,14 @@ class Family:
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
             key = ours.split()[0]
-            effective = _value_at(values, key)
-            made[theirs] = _value_at(model, key) if effective is None else effective
+            effective = value_at(values, key)
+            made[theirs] = value_at(model, key) if effective is None else effective
         for feature in self.features:
             made |= feature.write(model)
         return made
 
 
-def _value_at(section: Any, name: str) -> Any:
+def value_at(section: Any, name: str) -> Any:
     """Return the value of a key with dots, such as ``moe.top_k``; None if it is missing."""
     for part in name.split("."):
         section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)

@@ -85,10 +85,16 @@ def _gemma(config: Config) -> dict[str, Any]:
     return {"embedding_multiplier": math.sqrt(config["hidden_size"])}
 
 
+def _write_scale(model: ModelConfig) -> dict[str, Any]:
+    scalar = (model.attention_multiplier or model.head_size**-0.5) ** -2
+    # transformers 5 takes whole numbers only.
+    return {"query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar)) else scalar}
+
+
 _SCALE = Feature(
     {"query_pre_attn_scalar"},
     lambda config: {"attention_multiplier": config.get("query_pre_attn_scalar", 256) ** -0.5},
-    lambda model: {"query_pre_attn_scalar": (model.attention_multiplier or model.head_size**-0.5) ** -2},
+    _write_scale,
 )
 _GEMMA = LLAMA.variant(
     "GemmaForCausalLM",
@@ -247,9 +253,6 @@ def _write_baichuan(model: ModelConfig) -> dict[str, Any]:
     return {length: model.max_position_embeddings}
 
 
-_OWN_CODE = Feature({"auto_map"})
-"""For families whose code comes with the model, not with transformers."""
-
 LLAMA_KIN: dict[str, Family] = {
     "llama": LLAMA.variant("LlamaForCausalLM", ROTARY, keys=ATTENTION_BIAS | MLP_BIAS),
     "qwen2": LLAMA.variant(
@@ -311,11 +314,14 @@ LLAMA_KIN: dict[str, Family] = {
         "MiniCPMForCausalLM",
         ROTARY,
         Feature({"scale_emb", "scale_depth", "dim_model_base"}, _minicpm, _write_minicpm),
-        _OWN_CODE,
         keys=TIED,
     ),
     "cohere": _COHERE.variant("CohereForCausalLM", rotary(5e5), _norms_of_heads("use_qk_norm")),
-    "cohere2": _COHERE.variant("Cohere2ForCausalLM", pattern(4, period=PERIOD, also=_cohere2)),
+    "cohere2": _COHERE.variant(
+        "Cohere2ForCausalLM",
+        pattern(4, period=PERIOD, also=_cohere2),
+        off={"position_embedding_type": ("rope_gptj",), "rotary_pct": (1, 1.0)},
+    ),
     "glm": _GLM,
     "glm4": _GLM.variant(
         "Glm4ForCausalLM",
@@ -399,7 +405,6 @@ LLAMA_KIN: dict[str, Family] = {
     "internlm2": LLAMA.variant(
         "InternLM2ForCausalLM",
         ROTARY,
-        _OWN_CODE,
         keys={"bias": ("add_qkv_bias add_out_proj_bias", False)},
         names={
             "embedding.word_embeddings": "model.tok_embeddings",
@@ -421,7 +426,6 @@ LLAMA_KIN: dict[str, Family] = {
     "baichuan": LLAMA.variant(
         "BaichuanForCausalLM",
         Feature({*ROTARY.reads, "max_position_embeddings", "model_max_length"}, _baichuan, _write_baichuan),
-        _OWN_CODE,
         without=("max_position_embeddings",),
         names=in_layers(_LAYER, {"attention.qkv": "self_attn.W_pack"}),
         has_parts_in_a_row=True,

@@ -8,12 +8,12 @@ from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.config.sections.rope import REFUSED_TYPES, RopeScalingConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
 
 PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0
-_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_TYPES = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _TURNED_PART = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
@@ -55,6 +55,10 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
     if any("full_attention" in (config.get(place) or {}) for place in PLACES):
         return []
     _, given = _in_effect(config)
+    if _kind(given) == "dynamic":
+        return [
+            "config.json has the rope scaling 'dynamic', which changes nothing up to max_position_embeddings"
+        ]
     scaling = rope_keys(config)["rope_scaling"]
     if scaling is None or scaling["type"] != "yarn" or not config.get("max_position_embeddings"):
         return []
@@ -123,16 +127,16 @@ def _base(config: Mapping[str, Any]) -> float:
 
 
 def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = _kind(given)
     is_phi3 = config.get("model_type") == "phi3"
     if is_phi3 and kind in ("su", "yarn"):
         kind = "longrope"  # its former names
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # the latter sets in behind the longest sequence that is allowed here
         return None
     if kind not in _TYPES:
-        why = REFUSED_TYPES.get(kind, f"supported: {', '.join(_TYPES)}") if isinstance(kind, str) else ""
-        advice = _WITHOUT_DYNAMIC if kind == "dynamic" else ""
-        raise CheckpointError(f"config.json: rope scaling {shown(kind)} is not supported: {why}{advice}")
+        raise CheckpointError(
+            f"config.json: rope scaling {shown(kind)} is not supported; supported: {', '.join(_TYPES)}"
+        )
     values = {"type": kind, "factor": given.get("factor")}
     longest = config.get("max_position_embeddings")
     if kind != "linear":
@@ -157,12 +161,6 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
     return section.model_dump(exclude_none=True)
 
 
-_WITHOUT_DYNAMIC = (
-    ". Up to max_position_embeddings it has no effect: to convert the model for sequences of that length, "
-    "remove it from config.json"
-)
-
-
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that only YaRN has. As in transformers, a beta or mscale of 0 is treated as
     missing."""
@@ -173,6 +171,10 @@ def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("mscale") and given.get("mscale_all_dim"):
         return values | {key: given[key] for key in ("mscale", "mscale_all_dim")}
     return values
+
+
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def _first(*values: Any) -> Any:
