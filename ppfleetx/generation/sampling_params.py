@@ -44,7 +44,7 @@ class Grammar:
 
         start = LLMatcher(tokenizer, grammar, log_level=0)
         if start.is_error():
-            raise ConfigError(start.get_error().splitlines()[0], key=_KEY)
+            raise ConfigError(_reason(start.get_error()), key=_KEY)
         self._start, self._vocab_size = start, vocab_size
         self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
 
@@ -80,6 +80,13 @@ class Grammar:
             self._matchers.pop(next(iter(self._matchers)))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+
+
+def _reason(error: str) -> str:
+    """Shorten an error of llguidance, which shows the place below its first line, and may name the reason
+    below that."""
+    first, *more = error.splitlines()
+    return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])
 
 
 def _grammar(form: StructuredOutputs) -> str:
@@ -182,7 +189,7 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
     wrong = next((one for one in ids if one >= tokenizer.vocab_size), None)
     if wrong is not None:
         raise ConfigError(
-            f"{tokenizer.place} has ids 0 to {tokenizer.vocab_size - 1}", key=f"Generation.{key}", value=wrong
+            f"the vocabulary has ids 0 to {tokenizer.vocab_size - 1}", key=f"Generation.{key}", value=wrong
         )
 
 

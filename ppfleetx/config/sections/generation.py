@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.fields import (
     Bool,
@@ -38,6 +38,14 @@ def _id_of_text(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
+def _all_of_vllm(top_k: int) -> int:
+    """Validator that converts -1, which means all tokens in vLLM, to 0."""
+    return max(top_k, 0)
+
+
+TopK = Annotated[
+    int, Field(strict=True, ge=-1), AfterValidator(_all_of_vllm), Says("an integer of at least -1")
+]
 UnitFloatOrZero = Annotated[
     float, Field(strict=True, allow_inf_nan=False, ge=0, le=1), Says("a number from 0 to 1")
 ]
@@ -81,8 +89,8 @@ class TokenOptions(Section):
 
     temperature: NonNegativeFloat = 1.0
     """Sampling: logits are divided by this; 0: the most likely token."""
-    top_k: CountInt = 0
-    """Sampling: only the k most likely tokens; 0: all."""
+    top_k: TopK = 0
+    """Sampling: only the k most likely tokens; 0 or -1: all."""
     top_p: UnitFloat = 1.0
     """Sampling: only the most likely tokens that together have this probability."""
     min_p: UnitFloatOrZero = 0.0

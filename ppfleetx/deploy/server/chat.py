@@ -39,8 +39,8 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)
     content = value.get("content")
-    if content is None and value["role"] == "assistant":
-        return value
+    if content is None and value["role"] == "assistant":  # clients send null beside calls
+        return {**value, "content": ""}
     if isinstance(content, list):
         parts = [one.get("text") if _is_text_part(one) else None for one in content]
         if not all(isinstance(part, str) for part in parts):
@@ -63,6 +63,7 @@ class ChatPrompt(BaseModel):
     tool_choice: Annotated[Any, BeforeValidator(choice_of)] = "auto"
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    continue_final_message: NotSupported = None
 
     @model_validator(mode="after")
     def _check_variables(self) -> ChatPrompt:
@@ -91,6 +92,8 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     parallel_tool_calls: bool = True
+    add_generation_prompt: Literal[True] = True
+    echo: NotSupported = None
     store: NotSupported = None
     modalities: tuple[Literal["text"], ...] | None = None  # some clients send the default
 

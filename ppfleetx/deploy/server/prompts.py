@@ -52,6 +52,7 @@ class PromptReader:
     def of_embedding(self, request: EmbeddingRequest) -> list[PromptRequest]:
         encoded = [self._encode(one, add=request.add_special_tokens, param="input") for one in request.input]
         for ids in encoded:
+            self._check_not_empty(ids, "input")
             if len(ids) > self.max_positions:
                 raise self._too_long(str(len(ids)), "input")
         adapter = self._adapter(request)
@@ -119,7 +120,7 @@ class PromptReader:
                 first_index=number * request.candidates,
                 ids=ids,
                 copies=request.candidates,
-                max_new_tokens=self._max_new_tokens(len(ids), request),
+                max_new_tokens=self._max_new_tokens(ids, request),
                 min_new_tokens=request.min_tokens,
                 end_ids=end_ids,
                 options=options,
@@ -171,16 +172,19 @@ class PromptReader:
         if at_least >= self.max_positions and self._tokenizer.engine_name == "tiktoken":
             raise self._too_long(f"at least {at_least}", param)
         try:
-            ids = self._tokenizer.encode_prompt(text, add_special_tokens=add, parse_special_tokens=parse)
+            return self._tokenizer.encode_prompt(text, add_special_tokens=add, parse_special_tokens=parse)
         except DataError as error:
             raise bad_request(f"{param}: {error}", param) from error
+
+    def _check_not_empty(self, ids: Sequence[int], param: str) -> None:
         if not ids:  # the tokenizer drops all characters of the text
             raise bad_request(f"{param}: has no token: there is nothing to continue", param)
-        return ids
 
-    def _max_new_tokens(self, prompt_length: int, request: GenerationRequest) -> int:
-        room, limit = self.max_positions - prompt_length, request.token_limit
+    def _max_new_tokens(self, ids: Sequence[int], request: GenerationRequest) -> int:
+        prompt_length, limit = len(ids), request.token_limit
+        room = self.max_positions - prompt_length
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
+        self._check_not_empty(ids, param)
         if room < 0 or (room == 0 and limit != 0):
             raise self._too_long(str(prompt_length), param)
         wanted = max(limit or 0, request.min_tokens)

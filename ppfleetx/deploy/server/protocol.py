@@ -62,7 +62,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 MOST_TOP = 20
 """The maximum number of alternatives listed per token."""
-_MAX_STOPS = 4
+_MAX_STOPS = 64
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64
 
@@ -91,6 +91,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: NotSupported = None
 
 
 def _format(value: Any) -> Any:
@@ -136,6 +137,11 @@ class GenerationRequest(Request, TokenOptions):
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    # Clients of vLLM send these, with the values that ask for what this server does.
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: NotSupported = None
+    use_beam_search: NotSupported = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
@@ -192,20 +198,19 @@ def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
     """Parse and validate a request body. A null parameter counts as omitted. Raises ApiError 400, which names
     the parameter and the rule."""
     try:
-        return kind.model_validate_json(_without_nulls(body, kind))
+        return kind.model_validate_json(_without_nulls(body))
     except ValidationError as error:
         raise _explain(error, kind) from None
 
 
-def _without_nulls(body: bytes, kind: type[Request]) -> bytes | str:
+def _without_nulls(body: bytes) -> bytes | str:
     try:
         data = from_json(body)
     except ValueError:  # pydantic reports the mistake
         return body
     if not isinstance(data, dict) or None not in data.values():
         return body
-    left_out = {key for key, value in data.items() if value is None} & {*kind.model_fields}
-    return json.dumps({key: value for key, value in data.items() if key not in left_out})
+    return json.dumps({key: value for key, value in data.items() if value is not None})
 
 
 def _explain(error: ValidationError, kind: type[Request]) -> ApiError:

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -184,7 +185,7 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
         get_logger().info(
             "the model has no chat template: chats are written with the plain one (docs/chat.md)"
         )
-    return template
+    return replace(template, place="the chat template")  # clients need not know the server's directories
 
 
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:

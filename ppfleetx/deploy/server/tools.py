@@ -23,6 +23,9 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
         raise ValueError(
             'must be a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
         )
+    wrong = next((one for one in value if not isinstance(_parameters_of(one), dict)), None)
+    if wrong is not None:
+        raise ValueError(f"the parameters of {_name_of(wrong)} must be a JSON schema (an object)")
     return value
 
 
@@ -36,6 +39,11 @@ def _name_of(tool: Any) -> str | None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
+
+
+def _parameters_of(tool: dict[str, Any]) -> Any:
+    given = tool["function"].get("parameters")
+    return {"type": "object"} if given in (None, {}) else given
 
 
 def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
@@ -57,12 +65,13 @@ def forced_form(
             "type": "object",
             "properties": {
                 "name": {"const": one["function"]["name"]},
-                "arguments": one["function"].get("parameters") or {"type": "object"},
+                # With an id of its own, a reference such as #/$defs/Address means this schema.
+                "arguments": {"$id": f"tool-{number}", **_parameters_of(one)},
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for one in allowed
+        for number, one in enumerate(allowed)
     ]
     most = {} if several and choice == "required" else {"maxItems": 1}
     return StructuredOutputs(json_schema={"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})

@@ -185,6 +185,7 @@ def test_penalties_lower_repetition(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user"}]}, "messages", "must have a text as its content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "of parts that are not"),
         ({"tools": [{"type": "function"}]}, "tools", "must be a list of"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools", "of f must be a JSON schema"),
         ({"response_format": {"type": "yaml"}}, "response_format", "json_object"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -219,6 +220,15 @@ def test_what_changes_nothing_may_be_sent_with_a_chat(server: Server) -> None:
         "user": "somebody",
         "modalities": ["text"],
         "n": 1,
+        "prediction": None,
+        "top_k": -1,
+        "stop": ["[never]"] * 6,
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "use_beam_search": False,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "prompt_logprobs": None,
     }
     plain, sent = (
         server.http.post(

@@ -135,7 +135,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"repetition_penalty": 0.001}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"n": 9}, "n", "more than the 8 sequences that can run at the same time"),
         ({"seed": 2**63}, "seed", "less than"),
-        ({"stop": ["a"] * 5}, "stop", "may be 4 texts"),
+        ({"stop": ["a"] * 65}, "stop", "may be 64 texts"),
         ({"stop": ""}, "stop", "none of them empty"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
@@ -159,6 +159,8 @@ def test_models(client: openai.OpenAI) -> None:
         ({"logit_bias": {"300": 1}}, "logit_bias", "has ids 0 to"),
         ({"bad_words": [""]}, "bad_words", "is in every text"),
         ({"suffix": "end"}, "suffix", "is not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "should be True"),
+        ({"use_beam_search": True}, "use_beam_search", "is not supported"),
     ],
 )
 def test_a_wrong_request_is_refused(server: Server, body: dict, param: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -107,6 +108,32 @@ def test_a_forced_call(client: openai.OpenAI, choice: object, names: set[str]) -
     assert streamed.function.model_dump() == call.function.model_dump()
 
 
+@needs_llguidance
+def test_references_in_the_schema_of_a_tool(client: openai.OpenAI) -> None:
+    """``#`` is the tool's own schema, as pydantic and the ``openai`` client write it."""
+
+    def referring(name: str, meant: dict) -> dict:
+        made = tool(name, x={"$ref": "#/$defs/X"})
+        made["function"]["parameters"]["$defs"] = {"X": meant}
+        return made
+
+    tools = [referring("number", {"enum": [3, 4]}), referring("switch", {"type": "boolean"})]
+    for name, possible in (("number", (3, 4)), ("switch", (True, False))):
+        choice = {"type": "function", "function": {"name": name}}
+        answer = client.chat.completions.create(
+            model="gpt", messages=CHAT, tools=tools, tool_choice=choice, max_tokens=600, seed=5
+        )
+        [call] = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["x"] in possible
+
+
+@needs_llguidance
+def test_a_refused_pattern_is_explained(server: Server) -> None:
+    answer = server.complete(structured_outputs={"regex": "(?=a)b"})
+    assert answer.status_code == 400
+    assert "look-ahead" in answer.json()["error"]["message"]
+
+
 def test_tools_reach_the_template(server: Server, offline: Generator) -> None:
     def count(**more: object) -> int:
         return server.http.post("/tokenize", json={"messages": CHAT, **more}).json()["count"]
@@ -115,7 +142,7 @@ def test_tools_reach_the_template(server: Server, offline: Generator) -> None:
     call = {"type": "function", "function": {"name": "light", "arguments": '{"on": true}'}}
     past = [
         *CHAT,
-        {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "id": "1"}]},
         {"role": "tool", "content": "done", "tool_call_id": "1"},
     ]
     body = {"messages": past, "tools": TOOLS, "max_tokens": 8, "reasoning_effort": "low"}
@@ -175,6 +202,7 @@ def test_token_ids_and_their_text(server: Server, offline: Generator) -> None:
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 8192)
     assert len(answer["token_strs"]) == len(ids)
     assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "the caté"}
+    assert server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
 
 
 @pytest.mark.parametrize(
@@ -191,10 +219,13 @@ def test_token_ids_and_their_text(server: Server, offline: Generator) -> None:
         ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "tool_choice": tool("x")}, "tool_choice"),
     ],
 )
-def test_a_wrong_request_names_its_parameter(server: Server, route: str, body: dict, param: str) -> None:
+def test_a_wrong_request_names_its_parameter(
+    server: Server, served_checkpoint: Path, route: str, body: dict, param: str
+) -> None:
     answer = server.http.post(route, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+    assert str(served_checkpoint) not in answer.text
 
 
 def test_pages_of_an_allowed_origin_may_ask(strict_server: Server) -> None:
