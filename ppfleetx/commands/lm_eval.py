@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from ppfleetx.commands.generate import check_checkpoint, check_output, load_gene
 from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 from ppfleetx.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -106,55 +105,3 @@ def measure(
         bootstrap_iters=0,
         log_samples=False,
     )
-
-
-_SAME_MEANING = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
-    "repetition_penalty": "repetition_penalty",
-    "num_beams": "num_beams",
-    "length_penalty": "length_penalty",
-    "early_stopping": "early_stopping",
-    "min_new_tokens": "min_dec_len",
-}
-"""Options of a task, and the keys of our section ``Generation`` that mean the same."""
-
-
-def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Translate the generation options of a task of lm-evaluation-harness. Returns options of our section
-    ``Generation``, and a list of stop strings.
-
-    Args:
-        asked: the task's options for ``generate_until``.
-        max_new_tokens: the limit on new tokens if the task sets none.
-
-    Raises:
-        ConfigError: the task uses an option that our generation does not have.
-    """
-    left = dict(asked)
-    until = left.pop("until", None) or []
-    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-    given = [left.pop(key) for key in ("max_gen_toks", "max_new_tokens") if key in left]
-    temperature = float(left.pop("temperature", 0.0) or 0.0)
-    samples = left.pop("do_sample", temperature > 0)
-    options: dict[str, Any] = {"max_dec_len": int(given[0]) if given else max_new_tokens}
-    options |= {ours: left.pop(theirs) for theirs, ours in _SAME_MEANING.items() if theirs in left}
-    if left:
-        name, value = next(iter(left.items()))
-        raise ConfigError(f"a task asks for {name} = {value!r}, which generation does not have")
-    beams = options.get("num_beams", 1) > 1
-    if samples and beams:
-        raise ConfigError(
-            f"a task asks for num_beams = {options['num_beams']!r} and for sampling, which has no beams here"
-        )
-    if samples:
-        drawn = {"decode_strategy": "sampling", "temperature": temperature or 1.0}
-        return {"top_k": DEFAULTS["top_k"], **options, **drawn}, stops
-    for key in ("top_k", "top_p", "min_p", "typical_p"):
-        options.pop(key, None)
-    if beams:
-        options.setdefault("length_penalty", DEFAULTS["length_penalty"])
-    return {**options, "decode_strategy": "beam_search" if beams else "greedy_search"}, stops

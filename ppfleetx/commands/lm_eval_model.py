@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ppfleetx.commands.lm_eval import generation_options
+from ppfleetx.commands.lm_eval_task_options import generation_options
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.config.validate import section_of

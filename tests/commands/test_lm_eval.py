@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.commands.lm_eval import find_tasks, generation_options, load_model, measure
+from ppfleetx.commands.lm_eval import find_tasks, load_model, measure
+from ppfleetx.commands.lm_eval_task_options import generation_options
 from ppfleetx.commands.model_verbs import LmEval
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
