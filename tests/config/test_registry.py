@@ -136,3 +136,15 @@ def test_a_data_set_of_ones_own_says_how_it_is_read(monkeypatch: pytest.MonkeyPa
             load_config(NANO, [*given, "Data.Train.dataset.options.length=3"])
     with pytest.raises(ConfigError, match="GPTDataset has no option size; it takes none"):
         load_config(NANO, ["Data.Train.dataset.options.size=3"])
+
+
+def test_a_groups_own_optimizer_has_options_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registries.OPTIMIZERS, "_entries", {**registries.OPTIMIZERS._entries})
+    traits = registries.OptimizerTraits(states=1, options=("nu",))
+    registries.OPTIMIZERS.register("Mine", "os:sep", traits=traits)
+    group = "Optimizer.groups=[{kinds: [bias], optimizer: Mine}]"
+    assert load_config(NANO, [group, "Optimizer.options.nu=0.5"]).Optimizer.options == {"nu": 0.5}
+    with pytest.raises(ConfigError, match="AdamW or Mine has no option mu; it takes nu"):
+        load_config(NANO, [group, "Optimizer.options.mu=0.5"])
+    with pytest.raises(ConfigError, match="AdamW has no option nu; it takes none"):
+        load_config(NANO, ["Optimizer.options.nu=0.5"])

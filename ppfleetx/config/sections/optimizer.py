@@ -263,7 +263,9 @@ class OptimizerConfig(Section):
         return traits.states if few is None else few
 
     def violations(self) -> Iterator[RuleError]:
-        yield from unknown_options(self.name, self.options, OPTIMIZERS.traits(self.name).options)
+        names = sorted(self.names)
+        takes = tuple(option for name in names for option in OPTIMIZERS.traits(name).options)
+        yield from unknown_options(" or ".join(names), self.options, takes)
         for number, group in enumerate(self.groups):
             name = group.optimizer or self.name
             for key in ("beta1", "beta2", "weight_decay"):
