@@ -27,6 +27,7 @@ from ppfleetx.models.gpt.spec import (
     parameter_specs,
     trained_count,
 )
+from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED, is_compiled
 from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.job import mean_states
@@ -264,8 +265,12 @@ def _precision(cfg: RunConfig, device: str) -> str:
     precision = cfg.Engine.mix_precision
     if not precision.enable:
         return "float32"
-    if precision.enable == "auto" and device == CPU and (obstacle := cpu_obstacle(precision.dtype)):
-        return f"float32 (Engine.mix_precision.enable is auto: {obstacle})"
+    if precision.enable == "auto" and device == CPU:
+        obstacle = cpu_obstacle(precision.dtype)
+        if obstacle is None and not is_compiled("bfloat16"):
+            obstacle = NOT_COMPILED
+        if obstacle is not None:
+            return f"float32 (Engine.mix_precision.enable is auto: {obstacle})"
     text = f"{precision.dtype} {precision.level}"
     if precision.dtype == "float16":
         kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"

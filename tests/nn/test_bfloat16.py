@@ -7,12 +7,13 @@ import paddle
 import pytest
 from paddle import nn
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget
-from ppfleetx.nn.cpu_ops import bfloat16
+from ppfleetx.nn.cpu_ops import bfloat16, compiled
 from ppfleetx.nn.kernels import KernelOptions, attend
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.matmul import Matmul
@@ -262,9 +263,14 @@ def test_the_processor_decides(monkeypatch, flags, dtype, words):
         assert auto.types == ("float32",) and not auto.products_alone
 
 
-def test_operators_that_are_not_compiled(monkeypatch):
+def test_operators_that_are_not_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(precision.bfloat16, "are_available", lambda: False)
     monkeypatch.setattr(devices, "read_cpuinfo", lambda: "flags : avx512_bf16\n")
     with pytest.raises(ConfigError, match="operators are not compiled"):
         Precision(CFG)
     assert not Precision(CFG.model_copy(update={"enable": "auto"})).products_alone
+    cfg = load_config(NANO, ["Engine.mix_precision.enable=auto", "Engine.mix_precision.dtype=bfloat16"])
+    monkeypatch.setattr(compiled, "BUILT", tmp_path)
+    assert "float32 (Engine.mix_precision.enable is auto: operators are" in check_report(cfg)
+    (tmp_path / "bfloat16-1.so").touch()
+    assert "bfloat16 O2" in check_report(cfg)

@@ -25,6 +25,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import any_rank, gather, gather_numbers, raise_on_all_ranks
 from ppfleetx.distributed.device import is_card
 from ppfleetx.nn.cpu_ops import bfloat16, ops
+from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED
 from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 def _operators(cfg: RunConfig) -> dict[str, str]:
     """Return which operators for CPUs this rank has, of those that change losses."""
-    found = {"CPU operators": "compiled" if ops.are_available() else ops.NOT_COMPILED}
+    found = {"CPU operators": "compiled" if ops.are_available() else NOT_COMPILED}
     precision = cfg.Engine.mix_precision
     if precision.enable or cfg.Optimizer.muon.newton_schulz_dtype == "auto":
         found["bfloat16 on the CPU"] = bfloat16.obstacle("bfloat16") or "compiled"

@@ -12,6 +12,7 @@ from paddle import _C_ops
 
 from ppfleetx.distributed.device import on_card
 from ppfleetx.nn.cpu_ops import ops
+from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED
 from ppfleetx.utils.devices import cpu_obstacle
 
 are_available = partial(ops.load, "bfloat16")
@@ -25,7 +26,7 @@ def serves(dtype: str) -> bool:
 
 def obstacle(dtype: str) -> str | None:
     """Return why the operators of this module do not compute in ``dtype`` on this CPU; None if they do."""
-    return cpu_obstacle(dtype) or (None if are_available() else f"its {ops.NOT_COMPILED}")
+    return cpu_obstacle(dtype) or (None if are_available() else f"its {NOT_COMPILED}")
 
 
 @contextmanager

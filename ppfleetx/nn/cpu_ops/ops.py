@@ -17,6 +17,7 @@ import paddle
 from paddle import _C_ops
 from paddle.base import core
 
+from ppfleetx.nn.cpu_ops.compiled import BUILT, HOW_TO_MAKE
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
@@ -31,14 +32,11 @@ OPTIONS = (
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
 )
 """Options for the compiler."""
-_HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops compiles operators for this CPU (needs a C++ compiler)"
-NOT_COMPILED = "operators are not compiled (python -m ppfleetx.nn.cpu_ops does that)"
-"""Text for messages."""
+_HOW_TO_MAKE = f"{HOW_TO_MAKE} compiles operators for this CPU (needs a C++ compiler)"
 _NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
 SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
 """Source file of each library. ``kernels`` has the operators of this module, each other library the operators
 of the module with its name."""
-BUILT = Path(__file__).with_name("built")
 
 
 def library_path(library: str) -> Path:
