@@ -22,6 +22,7 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.gguf_tokenizer import special_id, tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.json_files import write_files
@@ -273,7 +274,12 @@ def _config(
         )
     if "token_embd.weight" not in shapes:
         raise CheckpointError("it lacks the tensor token_embd.weight")
-    config = {"model_type": row.model_type, "vocab_size": shapes["token_embd.weight"][0], **row.fixed}
+    config = {
+        "architectures": [FAMILIES[row.model_type].architecture],
+        "model_type": row.model_type,
+        "vocab_size": shapes["token_embd.weight"][0],
+        **row.fixed,
+    }
     for key, theirs in row.keys.items():
         value = metadata.get(f"{name}.{theirs}")
         if value is not None:

@@ -21,6 +21,7 @@ from ppfleetx.conversion.detect import described
 from ppfleetx.conversion.gguf import extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.directory import write_hf
+from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.safetensors_file import read_safetensors
 from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition, write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -87,6 +88,8 @@ def test_there_and_back(tmp_path, tokenizer, name):
     for key, one in found.items():
         np.testing.assert_array_equal(one.read(), tensors[key].read(), err_msg=key)
     assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["a.gguf"]
+    config = weights.source["config"]  # of an export; programs beside transformers look for architectures
+    assert config["architectures"] == [FAMILIES[config["model_type"]].architecture]
 
 
 def test_a_file_that_is_replaced_is_read_anew(tmp_path, tokenizer):
