@@ -24,7 +24,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.gumbel_sampling import draw
-from ppfleetx.generation.processors import candidates, forbid, penalize_repetition
+from ppfleetx.generation.processors import candidates, penalize_repetition
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import NoTokenizer, text_bytes
 
@@ -301,7 +301,9 @@ def _forbid_words(
 
 
 def _forbid_tokens(logits: paddle.Tensor, ids: tuple[int, ...], _: Any) -> paddle.Tensor:
-    return forbid(logits, paddle.to_tensor(ids))
+    banned = np.zeros(logits.shape[-1], bool)
+    banned[list(ids)] = True
+    return _forbid_where(logits, banned)
 
 
 def _follow_grammar(logits: paddle.Tensor, grammar: Grammar, rows: Sequence[RowTokens]) -> paddle.Tensor:

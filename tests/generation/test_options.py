@@ -60,6 +60,15 @@ def test_bad_words_do_not_occur(generator: Generator, tokenizer) -> None:
             assert banned not in [ids[i : i + len(banned)] for i in range(len(ids))]
 
 
+@pytest.mark.timeout(60)
+def test_all_but_one_token_may_be_suppressed() -> None:
+    """Of a large vocabulary, which costs no more than one pass over it."""
+    vocab_size = 200_000
+    options = SamplingParams(suppress_tokens=tuple(range(1, vocab_size)))
+    logits = processed(paddle.zeros([1, vocab_size]), options, [RowTokens([], 0)])
+    assert paddle.isfinite(logits).nonzero().tolist() == [[0, 0]]
+
+
 def test_logprobs_are_the_models_own(generator: Generator, tokenizer) -> None:
     """Whatever options choose the tokens."""
     options = {"temperature": 0.7, "min_p": 0.02, "logit_bias": {32: 3.0}, "seed": 2, "max_dec_len": 12}
