@@ -149,7 +149,21 @@ def test_the_defaults_fit_the_model_and_a_narrow_page_begins_new_chats(
         browser.resize(390, 844)  # a telephone
         assert browser.run("return document.documentElement.scrollWidth") == 390
         assert browser.run("return document.querySelector('header').offsetHeight") < 60, "one line"
+        # Chats that another tab has kept are there at once, in one line.
+        kept = [
+            {"id": str(one), "system": "", "messages": [{"role": "user", "content": f"kept {one} " * 9}]}
+            for one in range(20)
+        ]
+        browser.run(
+            f"localStorage.setItem(CHATS, {json.dumps(json.dumps(kept))}); "
+            "dispatchEvent(new StorageEvent('storage', { key: CHATS }))"
+        )
+        assert browser.run("return document.documentElement.scrollWidth") == 390
+        assert 0 < int(browser.run("return document.getElementById('chats').offsetHeight")) < 70
+        browser.run("document.querySelector('#chats li button').click()")
+        assert messages(browser) == ["kept 0 " * 9]
     finally:
+        browser.run("localStorage.clear()")
         browser.resize(1200, 900)
 
 
