@@ -64,7 +64,11 @@ class Grammar:
                 "a text in this form ends at an end token, and none is set (eos_token_id, ignore_eos)",
                 key=_KEY,
             )
-        return cls(_grammar(form), _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
+        try:
+            grammar = _grammar(form)
+        except ValueError as error:
+            raise ConfigError(str(error), key=_KEY) from error
+        return cls(grammar, _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
         """Return a bool array ``[V]``: whether each token of the vocabulary may come next after the generated
@@ -90,6 +94,8 @@ def _reason(error: str) -> str:
 
 
 def _grammar(form: StructuredOutputs) -> str:
+    """Return the form in llguidance's format. Raises ValueError if it cannot be written in it, as a number of
+    a schema that is too large."""
     from llguidance import LLMatcher, grammar_from
 
     schema = {"type": "object"} if form.json_object else form.json_schema
@@ -99,10 +105,7 @@ def _grammar(form: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
         return grammar_from("choice", json.dumps(form.choice))
-    try:
-        return grammar_from("grammar", form.grammar)
-    except ValueError as error:
-        raise ConfigError(str(error), key=f"{_KEY}.grammar") from error
+    return grammar_from("grammar", form.grammar)
 
 
 @lru_cache(maxsize=4)  # building the table of the whole vocabulary is slow

@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from pydantic_core import from_json  # limits the depth of what it reads
+
 from ppfleetx.config.sections.generation import StructuredOutputs
 
 _OPEN = "<tool_call>"
@@ -90,7 +92,7 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"].get("arguments") or "{}"
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = from_json(arguments)
             except ValueError as error:
                 raise ValueError(f"tool_calls: arguments are not JSON: {error}") from error
         read.append({**call, "function": {**call["function"], "arguments": arguments}})
@@ -141,7 +143,7 @@ class AnswerText:
         calls: list[dict[str, Any]] = []
         for block in blocks or [self._text]:
             try:
-                said = json.loads(block)
+                said = from_json(block)
             except ValueError:
                 return begin, []
             for one in said if isinstance(said, list) else [said]:

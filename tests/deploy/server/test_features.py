@@ -149,6 +149,11 @@ def test_tools_reach_the_template(server: Server, offline: Generator) -> None:
     assert server.http.post("/v1/chat/completions", json=body).status_code == 200
 
 
+def calling(arguments: str) -> list[dict]:
+    call = {"type": "function", "function": {"name": "light", "arguments": arguments}}
+    return [*CHAT, {"role": "assistant", "tool_calls": [call]}]
+
+
 CALL = '{"name": "light", "arguments": {"on": true}}'
 
 
@@ -164,6 +169,7 @@ CALL = '{"name": "light", "arguments": {"on": true}}'
         ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
         ("<tool_call>{", "<tool_call>{", 0),
         ('{"n": 1}', '{"n": 1}', 0),
+        ("[" * 5000, "[" * 5000, 0),
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -215,6 +221,13 @@ def test_token_ids_and_their_text(server: Server, offline: Generator) -> None:
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": [300]}, "tokens"),
         ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": calling("{")}, "messages"),
+        ("/v1/chat/completions", {"messages": calling("[" * 50_000)}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "structured_outputs": {"json": {"type": "integer", "minimum": 10**30}}},
+            "structured_outputs",
+        ),
         ("/v1/chat/completions", {"messages": CHAT, "stop_token_ids": [300]}, "stop_token_ids"),
         ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "tool_choice": tool("x")}, "tool_choice"),
     ],
