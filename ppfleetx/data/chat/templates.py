@@ -94,6 +94,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -107,7 +108,7 @@ class ChatTemplate:
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
 
-    def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
+    def render_spans(self, messages: Sequence[Message], /, **variables: Any) -> tuple[str, list[Span]]:
         """Render a conversation as text, with the arguments of :meth:`render`. Returns the text, and the
         spans of the text that ``generation`` blocks mark. Raises ChatError if the template refuses the
         conversation or fails, and DataError if it is not valid Jinja."""

@@ -228,6 +228,7 @@ def test_what_changes_nothing_may_be_sent_with_a_chat(server: Server) -> None:
         "use_beam_search": False,
         "add_generation_prompt": True,
         "continue_final_message": False,
+        "chat_template_kwargs": {"self": 1},
         "prompt_logprobs": None,
     }
     plain, sent = (
