@@ -45,6 +45,7 @@ class Work:
         ep: number of ranks that divide the experts of a layer.
         emp: number of ranks that slice each expert; None: ``mp``.
         imbalance: largest number of rows for the experts of one rank, divided by the mean over ranks.
+        rounds_products: whether products with weights round their operands to 16 bits, as on a CPU.
     """
 
     micro_batch: int
@@ -60,6 +61,7 @@ class Work:
     ep: int = 1
     emp: int | None = None
     imbalance: float = 1.0
+    rounds_products: bool = False
 
     @cached_property
     def tokens(self) -> float:

@@ -101,20 +101,26 @@ class LinearSpec:
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """Return the operations of the linear layer for the memory simulation (:mod:`ppfleetx.nn.tape`)."""
         gradients = self.gradient_bytes(work)
-        size = self._rows(work) * self._here(work)[1] * work.activation_bytes
+        read, size = (self._rows(work) * width * work.activation_bytes for width in self._here(work))
+
+        def product(writes: str, reads: str) -> Step:
+            if work.rounds_products:  # keeps the rounded input
+                return Step(writes, size, (reads,), extra=read / 2, back=size / 2, gradients=gradients)
+            return Step(writes, size, (reads,), keeps=(reads,), gradients=gradients)
+
         if self.cut == "rows" and work.split > 1:
-            whole = Step(f"{writes} before the sum", size, (reads,), keeps=(reads,), gradients=gradients)
+            whole = product(f"{writes} before the sum", reads)
             part = size / work.split
             return [whole, Step(writes, part, (whole.writes,), scratch=part if self.bias else 0.0)]
         steps = []
         if self.cut == "columns" and work.split > 1:  # the input is gathered and kept
             steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
-        if not (self.bias and work.on_cpu and work.mp == 1):
-            return [*steps, Step(writes, size, (reads,), keeps=(reads,), gradients=gradients)]
+        if not (self.bias and work.on_cpu and work.mp == 1) or work.rounds_products:
+            return [*steps, product(writes, reads)]
         # On a CPU the bias is expanded to all rows by another product (`_add_bias` in nn/layers.py).
-        product = Step(f"{writes} without bias", size, (reads,), keeps=(reads,), gradients=gradients)
-        return [*steps, product, Step(writes, size, (product.writes,), scratch=size, back=size, reuses=True)]
+        bare = product(f"{writes} without bias", reads)
+        return [*steps, bare, Step(writes, size, (bare.writes,), scratch=size, back=size, reuses=True)]
 
 
 @dataclass(frozen=True)

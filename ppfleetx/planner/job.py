@@ -17,6 +17,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec, parameter_specs
 from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
+from ppfleetx.utils.devices import cpu_obstacle
 
 Layer = tuple[BlockSpec, Recompute]
 """A block, and its part that the backward pass recomputes."""
@@ -35,11 +36,14 @@ class Precision:
         compute: the type of activations and matrix products, e.g. ``bfloat16``.
         lowers_parameters: whether parameters have the type ``compute``, too, with float32 master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
+        rounds_products: whether operands of products are rounded to 16 bits and all else is float32, as on a
+            CPU.
     """
 
     compute: str = "float32"
     lowers_parameters: bool = False
     main_grads: bool = True
+    rounds_products: bool = False
 
     @property
     def activation_bytes(self) -> int:
@@ -209,6 +213,7 @@ class Job:
             plan.ep,
             plan.emp,
             EXPERT_IMBALANCE if plan.ep > 1 else 1.0,
+            precision.rounds_products,
         )
 
     @cached_property
@@ -267,9 +272,11 @@ def passes_key(job: Job) -> CacheKey:
 def job_of(cfg: RunConfig, card: Card) -> Job:
     """Return the planner's input for a configuration on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
-    precision = Precision()  # on a CPU only products run in 16 bits, so assume float32, the upper bound
-    has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
-    if mixed.enable and has_type:
+    precision = Precision()
+    if card.kernels == "cpu":
+        rounds = mixed.enable is True or (mixed.enable == "auto" and cpu_obstacle(mixed.dtype) is None)
+        precision = Precision(rounds_products=rounds and not mixed.products_in_float32)
+    elif mixed.enable is True or (mixed.enable and mixed.dtype in card.peak_tflops):
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
     return Job(
         model=model,
@@ -310,8 +317,12 @@ def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
     """Return whether attention uses flash attention: ``attention_kernel``, data type and card must allow it.
 
     It is False in float32. It is also False for custom devices, because their Paddle plugins may lack the
-    kernel.
+    kernel. On a CPU, it is our own kernel in bfloat16, which has no dropout.
     """
-    if model.attention_kernel == "reference" or precision.compute == "float32":
+    if model.attention_kernel == "reference" or model.attn_logit_softcapping is not None:
+        return False
+    if card.kernels == "cpu":
+        return precision.rounds_products and model.attention_probs_dropout_prob == 0.0
+    if precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"

@@ -260,7 +260,7 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
         peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients, values=fetched)
         logits_here = logits if last else 0.0
         kept_here = max(0.0, beside) + kept
-        temporary = peak - kept - (grown if first else 0.0)
+        temporary = peak - kept - (grown if first else 0.0) + _rounded_weights(job, held)
         moments.append(
             {
                 "gradients": there + (grown if first else 0.0),
@@ -324,6 +324,12 @@ def _pass_peak(
                 peak, grown_at_peak = below + need + here, here
         grown += run.count * run.tape.gradients if first else 0.0
     return peak, grown_at_peak
+
+
+def _rounded_weights(job: Job, held: Held) -> float:
+    """Return the bytes of the 16-bit copies of weights that are kept during the passes of a step."""
+    makes = job.precision.rounds_products and not (job.plan.sharding > 1 and job.plan.sharding_stage == 3)
+    return 2.0 * held.resident if makes else 0.0
 
 
 def _fetched(job: Job, held: Held) -> float:

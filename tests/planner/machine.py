@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ppfleetx.config.loader import load_config
@@ -35,17 +37,19 @@ class Compared:
         return self.predicted / self.measured - 1 if self.measured else float("inf")
 
 
-def case_for(plan: dict[str, Any], family: str) -> Job:
-    """The planner's job for a plan."""
-    settings = measured.settings(overrides(plan), family)
+def case_for(plan: dict[str, Any], family: str, more: Mapping[str, Any] = MappingProxyType({})) -> Job:
+    """The planner's job for a plan, with ``more`` overrides."""
+    settings = measured.settings(overrides(plan) | more, family)
     return job_of(load_config(measured.CONFIG, settings, world_size=world_size(plan)), CARD)
 
 
-def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
+def compare_memory(
+    pools: Pools, plan: dict[str, Any], family: str, more: Mapping[str, Any] = MappingProxyType({})
+) -> list[Compared]:
     """Parameters, states, gradients, and the peaks of a step and of the start, of each stage's fullest
     rank."""
-    given, world = overrides(plan), world_size(plan)
-    job = case_for(plan, family)
+    given, world = overrides(plan) | more, world_size(plan)
+    job = case_for(plan, family, more)
     found = pools(world).run("tests.planner.measured:memory", overrides=given, family=family, world=world)
     rows = []
     for stage in range(job.plan.pp):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ppfleetx.nn.cpu_ops import bfloat16
 from tests.planner import measured
 from tests.planner.machine import compare_memory, compare_traffic
 from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS, overrides
@@ -27,6 +28,31 @@ from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS, overrides
 def test_memory_is_what_the_allocator_counts(pools, plan, family):
     assert plan in MEMORY_PLANS
     for row in compare_memory(pools, plan, family):
+        exact = not row.what.startswith("peak")
+        assert abs(row.error) <= (0.0 if exact else 0.08), row
+
+
+@pytest.mark.skipif(not bfloat16.are_available(), reason="this CPU has no bfloat16 products")
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize(
+    ("plan", "family", "dropout"),
+    [
+        ({}, "llama", 0.0),
+        ({"recompute": "full_attn"}, "gpt", 0.0),
+        ({"mp": 2, "sp": 1}, "mixed", 0.0),
+        ({}, "gpt", 0.1),  # keeps all scores
+    ],
+    ids=str,
+)
+def test_memory_of_long_sequences_in_bfloat16(pools, plan, family, dropout):
+    lengths = [key for key in measured.SIZES if key.endswith(("max_seq_len", "max_position_embeddings"))]
+    more = {
+        **dict.fromkeys(lengths, 512),
+        "Engine.mix_precision.enable": "true",
+        "Engine.mix_precision.dtype": "bfloat16",
+        "Model.attention_probs_dropout_prob": dropout,
+    }
+    for row in compare_memory(pools, plan, family, more):
         exact = not row.what.startswith("peak")
         assert abs(row.error) <= (0.0 if exact else 0.08), row
 

@@ -314,6 +314,19 @@ def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():
     assert load_card("910C-64GB").link_bandwidth(2) == load_card("910C-64GB").link_bandwidth(16) == eight
 
 
+def test_kernels_without_scores_have_no_soft_limit_of_scores_and_on_a_cpu_no_dropout():
+    model = small_job(attention_probs_dropout_prob=0.0).model
+    capped, drops = (
+        model.model_copy(update=change)
+        for change in ({"attn_logit_softcapping": 30.0}, {"attention_probs_dropout_prob": 0.1})
+    )
+    gpu = Precision("bfloat16", lowers_parameters=True), load_card("A100-80GB")
+    cpu = Precision(rounds_products=True), load_card("CPU")
+    assert [uses_flash(one, *gpu) for one in (model, capped, drops)] == [True, False, True]
+    assert [uses_flash(one, *cpu) for one in (model, capped, drops)] == [True, False, False]
+    assert not uses_flash(model, Precision(), cpu[1])
+
+
 def test_the_tensor_parallel_loss_of_a_plugins_device_takes_three_more_copies_of_the_logits():
     """Paddle composes it there."""
     plan = ParallelPlan(mp=2)
