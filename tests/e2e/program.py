@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.errors import DataError
 from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
 from tests.helpers.ranks import Pools
 
@@ -85,8 +87,8 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
     Args:
         values: overrides by dotted key.
         world: number of ranks.
-        fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``same_data_rank`` or
-            ``full_disk`` for all ranks.
+        fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``bad_evaluation`` on this rank from the
+            second evaluation on, ``same_data_rank`` or ``full_disk`` for all ranks.
 
     Returns:
         The user's error the program ended with, or "".
@@ -121,6 +123,8 @@ def _fault(name: str) -> Iterator[None]:
         build.build_dataloader = lambda cfg, mode, **options: build_dataloader(
             cfg, mode, **{**options, "data_rank": 0}
         )
+    elif name == "bad_evaluation":
+        build.build_dataloader = _with_a_bad_evaluation(build_dataloader)
     elif name == "full_disk":
         SharedSave.write = _no_space
     elif name:
@@ -131,6 +135,23 @@ def _fault(name: str) -> Iterator[None]:
     finally:
         Engine._read, build.build_dataloader = read, build_dataloader
         SharedSave.write = write
+
+
+def _with_a_bad_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(cfg: Any, mode: str, **options: Any) -> Any:
+        loader, evaluations = build(cfg, mode, **options), count()
+        load = loader._load
+
+        def refusing(micro_batches: Any) -> Any:
+            if next(evaluations) >= loader.sampler.num_steps:
+                raise DataError("a document holds id 99999")
+            return load(micro_batches)
+
+        if mode == "Eval" and options["data_rank"] == options["data_size"] - 1:
+            loader._load = refusing
+        return loader
+
+    return changed
 
 
 def _no_space(save: Any, pieces: Any) -> None:

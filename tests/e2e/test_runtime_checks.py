@@ -14,9 +14,12 @@ from tests.helpers.ranks import Pools
 CALLED = "tests.e2e.program:train"
 
 
-def run(pools: Pools, corpus: Path, output_dir: Path, plan: Plan, checks: str, fault: str) -> str:
+def run(
+    pools: Pools, corpus: Path, output_dir: Path, plan: Plan, checks: str, fault: str, **engine: int
+) -> str:
     """Train four steps with ``fault``; what the ranks, all with the same words, ended with."""
     small = {"Engine.max_steps": 4, "Engine.checks": checks, "Model.num_layers": 2}
+    small |= {f"Engine.{key}": value for key, value in engine.items()}
     values = values_of(plan, corpus, output_dir, overrides=small)
     message = pools(plan.world_size).run(CALLED, values=values, world=plan.world_size, fault=fault)
     assert len(set(message)) == 1, message
@@ -54,10 +57,15 @@ def test_data_ranks_that_read_the_same(pools: Pools, corpus: Path, tmp_path: Pat
     assert ("ranks 0 and 1 are data ranks 0 and 1 but read the same batch" in message) == (checks == "cheap")
 
 
+def test_an_evaluation_that_one_rank_cannot_read_ends_all(pools, corpus: Path, tmp_path: Path) -> None:
+    message = run(pools, corpus, tmp_path, Plan(dp=2), "cheap", "bad_evaluation", eval_freq=2)
+    assert message == "rank 1: a document holds id 99999"
+    assert len(losses(tmp_path)) == 2
+
+
 def test_a_full_disk_is_one_message_and_leaves_no_checkpoint(
     pools: Pools, corpus: Path, tmp_path: Path
 ) -> None:
     message = run(pools, corpus, tmp_path, Plan(pp=2), "cheap", "full_disk")
-    assert "rank 0: No space left on device" in message
-    assert "rank 1: No space left on device" in message
+    assert "could not be written to" in message and "No space left on device" in message
     assert not list(tmp_path.glob("*epoch_*"))

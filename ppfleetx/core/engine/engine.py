@@ -28,7 +28,7 @@ from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.step import NonFiniteError, StepRunner
 from ppfleetx.planner.utilization import Utilization, run_utilization
 from ppfleetx.resilience.flight_recorder import RECORD
-from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
+from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS, READING, RESTING, STEPPING
 from ppfleetx.resilience.loss_spikes import Spike, SpikeGuard
 from ppfleetx.resilience.stop_request import StopRequest
 from ppfleetx.utils.log import get_logger
@@ -158,23 +158,26 @@ class Engine:
         """Evaluate each evaluation set, then call the callbacks. Returns None if SIGTERM or Ctrl-C stopped
         the evaluation. Raises UserError if a set has no token that counts in the loss."""
         records = []
-        for name, loader in eval_sets.items():
-            record = self._evaluate_one(name, loader, stop)
-            if record is None:
-                return None
-            records.append(record)
+        with PROGRESS.at(EVALUATING):
+            for name, loader in eval_sets.items():
+                record = self._evaluate_one(name, loader, stop)
+                if record is None:
+                    return None
+                records.append(record)
         self.state.evaluated_step = self.state.step
         for record in records:
             self._notify("on_eval_end", record)
         return records
 
     def _evaluate_one(self, name: str | None, loader: Loader, stop: StopRequest | None) -> EvalRecord | None:
-        started, evaluator = time.perf_counter(), self._new_evaluator()
-        PROGRESS.beat(EVALUATING)
-        for micro_batches in loader:
-            PROGRESS.beat(EVALUATING)
-            if self._watch.stops_evaluation(stop):
+        started, evaluator, batches = time.perf_counter(), self._new_evaluator(), iter(loader)
+        while True:
+            PROGRESS.go_on()
+            micro_batches, error = _next(batches)
+            if self._watch.stops_evaluation(stop, error):
                 return None
+            if micro_batches is None:
+                break
             evaluator.add(self.runner, micro_batches)
         found = evaluator.result()
         if found is None:
@@ -201,14 +204,14 @@ class Engine:
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate all sets. With ``Engine.save_load.keep_best``, also save and mark a checkpoint if the
-        result of the first set is the best so far, but never at step 0 or for NaN."""
+        result of the first set is the best so far, but never at step 0 or if it is not finite."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
             return
         record = records[0]
         value = -record.loss if judged_by == "loss" else fmean(record.metrics.values())
-        if math.isnan(value):
+        if not math.isfinite(value):
             return
         if self.state.best is None or value > self.state.best:
             before = self.state.best, self.state.best_step
@@ -249,16 +252,12 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next batch. Return (micro batches, None), or (None, error). The error is not raised here,
-        so that all ranks can stop together."""
+        """Read the next training batch. Returns (micro batches, None), or (None, error)."""
         if self._callback_error is not None:
             return None, self._callback_error
-        try:
-            micro_batches = next(batches, None)
-        except UserError as error:
-            return None, error
+        micro_batches, error = _next(batches)
         if micro_batches is None:
-            return None, TrainingStoppedError(
+            return None, error or TrainingStoppedError(
                 f"the training data ended at global step {self.state.step} of {self.max_steps}"
             )
         if self.cfg.batch.lengths is not None:
@@ -362,8 +361,7 @@ class Engine:
             self._watch.check_at_rest(self.runner)
             if self._guard is not None:
                 self.state.spikes = self._guard.state()
-            with PROGRESS.at(SAVING):
-                self._saver.save(self)
+            self._saver.save(self)
             self._saved_step = self.state.step
 
     def _notify(self, hook: str, *args: object) -> None:
@@ -379,6 +377,17 @@ class Engine:
             self._callback_error = self._callback_error or found
         elif found is not None:
             raise found
+
+
+def _next(
+    batches: Iterator[Sequence[MicroBatch]],
+) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
+    """Return the next batch, or None at the end, and the error of reading it. The error is not raised here,
+    so that all ranks can stop together."""
+    try:
+        return next(batches, None), None
+    except UserError as error:
+        return None, error
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -22,7 +22,7 @@ from ppfleetx.distributed.checks import (
     first_place,
 )
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.coordination import any_rank, gather, gather_numbers, raise_on_all_ranks
+from ppfleetx.distributed.coordination import gather, gather_numbers, raise_on_all_ranks
 from ppfleetx.distributed.device import is_card
 from ppfleetx.nn.cpu_ops import bfloat16, ops
 from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED
@@ -88,9 +88,14 @@ class Watch:
             check_samples(self._ctx, _sample_ids(micro_batches or ()))
         return False
 
-    def stops_evaluation(self, stop: StopRequest | None) -> bool:
-        """Return whether any rank has received a stop signal. All ranks call it before each batch."""
-        return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
+    def stops_evaluation(self, stop: StopRequest | None, error: UserError | None) -> bool:
+        """Return whether any rank has received a stop signal. All ranks call it before each batch. Raises
+        UserError on all ranks if a rank has an ``error``."""
+        requested = stop is not None and stop.signal_name is not None
+        of_all = gather_numbers(self._ctx, [requested, error is not None])
+        if of_all[:, 1].any():
+            raise_on_all_ranks(self._ctx, error)
+        return stop is not None and stop.agree(of_all[:, 0].any())
 
     def after_step(self, runner: StepRunner) -> None:
         if self._level == "full":

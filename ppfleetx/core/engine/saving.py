@@ -22,6 +22,7 @@ from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run_view import Run
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import joint_errors
+from ppfleetx.resilience.heartbeat import PROGRESS, SAVING
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Saver:
         continues in the background."""
         self.complete()
         self._failure = None
-        with self._guarded():
+        with PROGRESS.at(SAVING), self._guarded():
             run.runner.before_update = self._manager.wait_for_copy
             self._manager.save(
                 epoch=run.state.epoch,
@@ -87,7 +88,7 @@ class Saver:
         return self._failure is None
 
     def complete(self) -> None:
-        with self._guarded():
+        with PROGRESS.at(SAVING), self._guarded():
             self._manager.wait()
 
     def poll(self) -> None:
