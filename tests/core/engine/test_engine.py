@@ -1,10 +1,11 @@
-"""Evaluations and saves of the training loop, without a model."""
+"""Evaluations, saves and records of the training loop, without a model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.config.loader import load_config
+from ppfleetx.core.engine.callbacks.records import keep_until
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.distributed.context import ParallelContext
@@ -62,7 +64,7 @@ def test_the_best_evaluation_is_finite(losses: list[float], best_step: int) -> N
     assert PROGRESS.place == RESTING
 
 
-def test_waiting_for_a_save_is_part_of_it(tmp_path: Any) -> None:
+def test_waiting_for_a_save_is_part_of_it(tmp_path: Path) -> None:
     """Otherwise a long last save would count as a hanging evaluation, after which it is made."""
     saver = Saver(config(), ParallelContext.single(), tmp_path, {}, Ownership("0" * 32))
     places: list[str] = []
@@ -71,3 +73,18 @@ def test_waiting_for_a_save_is_part_of_it(tmp_path: Any) -> None:
     with saver.completing():
         pass
     assert places == [SAVING]
+
+
+def test_a_resumed_run_drops_the_records_that_its_checkpoint_does_not_know(tmp_path: Path) -> None:
+    records = [
+        {"kind": "train", "step": 4, "consumed_samples": 32},
+        {"kind": "eval", "step": 2},
+        {"kind": "eval", "step": 4},  # is made again, because a signal had interrupted the one before
+        {"kind": "spike", "step": 4, "at_step": 6, "consumed_samples": 48},  # went back to step 4
+        {"kind": "spike", "step": 3, "at_step": 3, "samples": [40, 48]},
+        {"kind": "train", "step": 5, "consumed_samples": 40},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"kind": "tr')
+    keep_until(path, 4, consumed=32, evaluated=2)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [records[i] for i in (0, 1, 4)]

@@ -142,8 +142,9 @@ class MetricsFile(Recorder):
         return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
 
     def on_fit_start(self, run: Run) -> None:
-        if run.state.step:
-            self._forget(run.state.step, consumed=run.state.consumed_samples)
+        state = run.state
+        if state.step:
+            self._forget(state.step, consumed=state.consumed_samples, evaluated=state.evaluated_step)
         elif self._path.exists():
             get_logger().info(f"renamed the metrics of an earlier run to {put_aside(self._path)}")
 
@@ -160,9 +161,9 @@ class MetricsFile(Recorder):
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         self.keep({"kind": "stragglers", **found.to_json()})
 
-    def _forget(self, step: int, *, consumed: float = math.inf) -> None:
+    def _forget(self, step: int, **limits: float) -> None:
         try:
-            keep_until(self._path, step, consumed=consumed)
+            keep_until(self._path, step, **limits)
         except OSError as error:
             get_logger().error(
                 f"{self._path} still has records after global step {step}, which are void: {error.strerror}"
@@ -183,26 +184,29 @@ class MetricsFile(Recorder):
             get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
 
 
-def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
+def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: float = math.inf) -> None:
     """Remove the records of steps after ``step`` from a metrics file. Also remove those that were written
-    when the run had used more than ``consumed`` samples, and incomplete lines."""
+    when the run had used more than ``consumed`` samples, evaluations after step ``evaluated``, and incomplete
+    lines."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _has_happened(line, step, consumed)]
+    kept = [line for line in lines if _has_happened(line, step, consumed, evaluated)]
     if kept != lines:
         with atomic_write(path, "w") as file:
             file.write("".join(f"{line}\n" for line in kept))
 
 
-def _has_happened(line: str, step: int, consumed: float) -> bool:
+def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bool:
     try:
         record = json.loads(line)
         at_step = record["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return False  # such as an incomplete last line
-    # A spike that made the run go back to a checkpoint has the step of this checkpoint.
-    return at_step <= step and record.get("consumed_samples", 0) <= consumed
+    # An evaluation that a signal interrupted is made after each start from the checkpoint of its step. A
+    # spike that made the run go back to a checkpoint has the step of this checkpoint.
+    last = min(step, evaluated) if record.get("kind") == "eval" else step
+    return at_step <= last and record.get("consumed_samples", 0) <= consumed
 
 
 _KEY = "Engine.loggers"
