@@ -68,6 +68,16 @@ def test_the_best_checkpoint_is_the_best_of_those_that_were_saved(pools, corpus,
     assert best.name == f"epoch_0_step_{min(found, key=found.get)}"
 
 
+def test_all_ranks_go_on_where_the_best_cannot_be_marked(pools, corpus, tmp_path):
+    program = Program(
+        pools, corpus, tmp_path, Plan(mp=2), on_save_error="continue", keep_best="loss", save_steps=2
+    )
+    program.values |= {"Engine.eval_freq": 2}
+    (tmp_path / "best").mkdir()
+    assert [outcome.error for outcome in program.call()] == [None, None]
+    assert program.steps() == [2, 4]
+
+
 @BOTH_WAYS
 def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path, in_background):
     program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 class Saver:
     """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint.
 
-    All ranks must call the methods in the same order. A failed save raises the same CheckpointError on all
-    ranks. With ``on_save_error: continue``, only a failure of the last save is raised, at the end of the run.
+    All ranks must call the methods in the same order. A failed save raises a UserError with the same message
+    on all ranks. With ``on_save_error: continue``, only a failure of the last save is raised, at the end of
+    the run.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Saver:
         manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
         self._ctx, self._trained_alone = ctx, fingerprints.get(BASE) is not None
         self._stops = cfg.Engine.save_load.on_save_error == "stop"
-        self._failure: CheckpointError | None = None
+        self._failure: UserError | None = None
         self._manager = manager(
             output_dir,
             ownership,
@@ -85,7 +86,8 @@ class Saver:
         with self._guarded(), joint_errors(self._ctx, name_ranks=False):
             if self._ctx.is_main and path.is_dir():  # the checkpoint that a run resumed from may be elsewhere
                 write_best(path, self._manager.ownership)
-        return self._failure is None
+        is_marked, self._failure = self._failure is None, None  # the checkpoint itself is saved
+        return is_marked
 
     def complete(self) -> None:
         with PROGRESS.at(SAVING), self._guarded():
@@ -98,13 +100,12 @@ class Saver:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context manager around a training run, which waits for the last save on exit. Raises
-        CheckpointError if that save failed. After an exception other than a UserError, an unfinished save is
-        abandoned."""
+        """Context manager around a training run, which waits for the last save on exit. Raises a UserError if
+        that save failed. After an exception other than a UserError, an unfinished save is abandoned."""
         try:
             yield
         except UserError:  # the same error on all ranks, so collectives still work
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(UserError):
                 self._finish()
             raise
         except Exception:
@@ -122,7 +123,7 @@ class Saver:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except CheckpointError as error:
+        except UserError as error:
             if self._stops:
                 raise
             self._failure = error
@@ -139,12 +140,8 @@ class Saver:
         return [*model_slices(parameters), *optimizer_slices(states, parameters)]
 
     def _state(self, run: Run) -> dict[str, Any]:
-        callbacks: dict[str, Any] = {}
-        try:
-            with joint_errors(self._ctx, name_ranks=False):
-                callbacks = run.callback_states()
-        except UserError as error:
-            raise CheckpointError(str(error)) from error
+        with joint_errors(self._ctx, name_ranks=False):
+            callbacks = run.callback_states()
         return {
             "train": run.state.to_json(),
             "schedule": run.schedule.state(),
