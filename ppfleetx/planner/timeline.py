@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ppfleetx.config.pipeline_schedules import zero_bubble_order
+from ppfleetx.config.pipeline_schedules import PipelineSchedule, order_of
 
 _STEADY_ROUNDS = 3
 _WEIGHTS = -1
@@ -84,11 +84,13 @@ def simulate(
     inputs = [[seconds - rest for seconds in row] for row, rest in zip(backward, later, strict=True)]
 
     def play(count: int) -> Timeline:
-        if weights is None:
-            order = partial(_order, num_chunks=num_chunks, forwards_first=forwards_first)
+        if num_chunks == 1:
+            order = partial(_order, "1f1b" if weights is None else "zb_h1")
         else:
-            order = _divided_order
-        orders = [order(stage, num_stages, micro_batches=count) for stage in range(num_stages)]
+            order = partial(_interleaved_order, num_chunks=num_chunks, forwards_first=forwards_first)
+        orders = [
+            order(stage=stage, num_stages=num_stages, micro_batches=count) for stage in range(num_stages)
+        ]
         return _Stages(forward, inputs, later, messages).simulate(orders)
 
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
@@ -171,26 +173,25 @@ class _Stages:
         return [] if receiver == stage else [receiver]
 
 
-def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """Return the passes of a stage under ZB-H1, in order, as (is forward, virtual stage, micro batch).
+def _order(
+    schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int
+) -> list[tuple[bool, int, int]]:
+    """Return the passes of a stage, in order, as (is forward, virtual stage, micro batch).
 
-    The virtual stage is 0, or ``_WEIGHTS`` for a pass that computes weight gradients.
+    The virtual stage is 0, or ``_WEIGHTS`` for a pass that computes weight gradients (ZB-H1).
     """
-    order = zero_bubble_order(stage, num_stages, micro_batches)
+    order = order_of(schedule, stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
 
 
-def _order(
+def _interleaved_order(
     stage: int, num_stages: int, num_chunks: int, micro_batches: int, forwards_first: bool
 ) -> list[tuple[bool, int, int]]:
-    """Return the passes of a stage under 1F1B, in order, as (is forward, virtual stage, micro batch)."""
+    """Return the passes of a stage under 1F1B with virtual stages, in order, as (is forward, virtual stage,
+    micro batch)."""
     total = micro_batches * num_chunks
-    if num_chunks == 1:
-        ahead = min(num_stages - 1 - stage, total)
-    else:
-        ahead = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, total)
-    if forwards_first:
-        ahead = total
+    ahead = (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages
+    ahead = total if forwards_first else min(ahead, total)
     forwards = [(True, *_place(k, num_stages, num_chunks, backwards=False)) for k in range(total)]
     backwards = [(False, *_place(k, num_stages, num_chunks, backwards=True)) for k in range(total)]
     order = forwards[:ahead]
@@ -201,8 +202,6 @@ def _order(
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
     """Return (virtual stage, micro batch) of a stage's ``k``-th forward or backward pass, counted from 0."""
-    if num_chunks == 1:
-        return 0, k
     # Each virtual stage computes num_stages micro batches before the next one takes its turn.
     group, within = divmod(k, num_stages * num_chunks)
     chunk, micro = divmod(within, num_stages)
