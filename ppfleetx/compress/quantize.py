@@ -218,8 +218,7 @@ class Quantizer:
                 small.eval()
                 self._fill(small, stored)
                 products = _OutputErrors(layer, small)
-                with products:
-                    self._activations.advance(layer, small, is_last=stage is stages[-1])
+                self._activations.advance(layer, small, is_last=stage is stages[-1])
                 self.report.set_output_errors(products.errors())
             get_logger().info(f"quantized {stage.name}: {len(stored)} of {len(new)} parameters")
         self._warn()
@@ -382,29 +381,16 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 
 class _OutputErrors:
-    """Context manager that measures the output error of quantized linear layers during forward passes. Only
-    layers that also round activations are measured."""
+    """Measures the output error of quantized linear layers in each forward pass of ``small``, the quantized
+    copy of the stage ``layer``. Only layers that also round activations are measured."""
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
-        self._weights = canonical_parameters(layer)
-        self._linears = [
-            one
-            for one in small.sublayers(include_self=True)
-            if isinstance(one, QuantizedLinear) and one.matrix.rounds_activations
-        ]
+        weights = canonical_parameters(layer)
         self._squares: dict[str, np.ndarray] = {}
-        self._hooks: list = []
-
-    def __enter__(self) -> _OutputErrors:
-        for linear in self._linears:
-            name = linear.weight.info.name
-            hook = partial(self._add, name=name, exact=self._weights[name])
-            self._hooks.append(linear.register_forward_post_hook(hook))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for linear in small.sublayers(include_self=True):
+            if isinstance(linear, QuantizedLinear) and linear.matrix.rounds_activations:
+                name = linear.weight.info.name
+                linear.register_forward_post_hook(partial(self._add, name=name, exact=weights[name]))
 
     def _add(
         self, linear: QuantizedLinear, x: tuple, y: paddle.Tensor, *, name: str, exact: paddle.Tensor
