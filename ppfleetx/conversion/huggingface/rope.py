@@ -110,6 +110,8 @@ def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     # transformers 5 makes the same choice.
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"config.json: {place} = {shown(given)} must be a mapping")
     for key, value in given.items():
         if isinstance(value, Mapping):
             raise CheckpointError(
