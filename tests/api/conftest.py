@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_of
-from ppfleetx.checkpoint.paddle_tensors import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
-from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
 from tests.helpers.texts import CORPUS, small_tokenizer
+from tests.models.gpt_builders import build, save_network
 
 MODEL = {
     "vocab_size": 512,
@@ -44,17 +40,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "output/config.yaml").write_text(json.dumps(tree))
     (root / "text.txt").write_text("".join(CORPUS) * 8)
     cfg = load_config(root / "output")
-    network = StagedModel(gpt_stages(cfg.Model, LocalFactory()), seed=5)
-    save_checkpoint(
-        root / "output",
-        epoch=0,
-        step=4,
-        tensors=model_slices((parameter.info.name, parameter) for parameter in network.parameters()),
-        state={},
-        config=cfg.model_dump(mode="json"),
-        vocab_size=512,
-        documents=documents_of(cfg, tokenizer),
-    )
+    config, documents = cfg.model_dump(mode="json"), documents_of(cfg, tokenizer)
+    save_network(root / "output", build(cfg.Model, 5), config=config, vocab_size=512, documents=documents)
     return root
 
 

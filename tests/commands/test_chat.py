@@ -22,11 +22,9 @@ from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, find_template
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ppfleetx.generation.generator import Generator
-from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
 from tests.generation.conftest import GPT2_STYLE, write_run
 from tests.goldens.chat_styles import GPT2
+from tests.models.gpt_builders import build
 
 SHORT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +38,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def generator(tokenizer: Tokenizer) -> Generator:
     cfg = ModelConfig(**GPT2_STYLE, vocab_size=300, max_position_embeddings=64, initializer_range=0.3)
-    return Generator(StagedModel(gpt_stages(cfg, LocalFactory()), seed=5), cfg, tokenizer)
+    return Generator(build(cfg, 5), cfg, tokenizer)
 
 
 def conversation(generator: Generator, *, limit: int = 6, source: str = SHORT) -> Conversation:

@@ -13,17 +13,14 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.paddle_tensors import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands import evaluate
 from ppfleetx.commands.model_verbs import Evaluate
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
-from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
 from tests.helpers import programs
+from tests.models.gpt_builders import build, save_network
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "ppfleetx/configs/nlp/gpt/eval_gpt_345M_single_card.yaml"
@@ -39,16 +36,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("eval")
     tokenizer = train_tokenizer([PLAIN] * 3, 300)
     cfg = ModelConfig(**MODEL, ffn_hidden_size=128, max_position_embeddings=64, initializer_range=0.3)
-    model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=5)
-    save_checkpoint(
-        place / "run",
-        epoch=0,
-        step=4,
-        tensors=model_slices([(parameter.info.name, parameter) for parameter in model.parameters()]),
-        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
-        vocab_size=300,
-        fingerprints={"tokenizer": tokenizer.fingerprint},
-    )
+    model, fingerprints = build(cfg, 5), {"tokenizer": tokenizer.fingerprint}
+    save_network(place / "run", model, vocab_size=300, fingerprints=fingerprints)
     tokenizer.save(place / "run" / "tokenizer")
     (place / "wiki.test.tokens").write_text(TEXT)
     ids = tokenizer.encode(PLAIN)

@@ -18,8 +18,6 @@ import ppfleetx
 from ppfleetx.api.model import GPT
 from ppfleetx.api.text_generation import Trainer
 from ppfleetx.checkpoint.config_and_tokenizer import documents_of
-from ppfleetx.checkpoint.paddle_tensors import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.launching import without_launch_options
 from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import ResolvedModel, resolve_model, shared_directory
@@ -29,14 +27,12 @@ from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
-from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
 from tests.checkpoint.checkpoints import save
 from tests.conversion.test_fleetx import save as save_fleetx
 from tests.conversion.test_fleetx import theirs
 from tests.helpers import programs
 from tests.helpers.texts import small_tokenizer
+from tests.models.gpt_builders import build, save_network
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -76,20 +72,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (root / "run.yaml").write_text(json.dumps(tree))
     cfg = load_config(root / "run.yaml")
-    network = StagedModel(gpt_stages(ModelConfig(**MODEL, initializer_range=0.3), LocalFactory()), seed=5)
-    named = [(parameter.info.name, parameter) for parameter in network.parameters()]
-    about = {"epoch": 0, "step": 4, "state": {}, "config": cfg.model_dump(mode="json"), "vocab_size": 512}
-    slices = list(model_slices(named))
+    network, config = build(ModelConfig(**MODEL, initializer_range=0.3), 5), cfg.model_dump(mode="json")
     documents = documents_of(cfg, tokenizer)
-    save_checkpoint(root / "run", tensors=slices, documents=documents, **about)
-    older = {
-        **about["config"],
-        "Generation": {**about["config"]["Generation"], "prompt": "another's", "seed": 5},
-    }
-    save_checkpoint(root / "older", tensors=slices, **{**about, "config": older})
+    save_network(root / "run", network, vocab_size=512, config=config, documents=documents)
+    older = {**config, "Generation": {**config["Generation"], "prompt": "another's", "seed": 5}}
+    save_network(root / "older", network, vocab_size=512, config=older)
     tokenizer.save(root / "older/tokenizer")
-    save_checkpoint(root / "mute", tensors=slices, **{**about, "config": None})
-    save_fleetx(root / "fleetx", {theirs(name): p.numpy() for name, p in named})
+    save_network(root / "mute", network, vocab_size=512)
+    save_fleetx(root / "fleetx", {theirs(p.info.name): p.numpy() for p in network.parameters()})
     tokenizer.save(root / "fleetx/tokenizer")
     convert(Conversion("ppfleetx", "hf", root / "run", root / "hf"))
     return root

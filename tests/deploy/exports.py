@@ -10,7 +10,6 @@ from typing import Any
 
 from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.slices import TensorSlice
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig, ModelConfig, RunConfig
@@ -20,10 +19,8 @@ from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
 from tests.generation import conftest
+from tests.models.gpt_builders import build, save_network
 
 GPT2_STYLE = {
     "vocab_size": 300,
@@ -46,19 +43,17 @@ def write_run(directory: Path, model: dict[str, Any], tokenizer_size: int | None
     tokenizer of fewer ids than the model, or of ``tokenizer_size``. Weights are large, so that the likeliest
     token changes often."""
     cfg = ModelConfig(**model, initializer_range=0.3)
-    network = StagedModel(gpt_stages(cfg, LocalFactory()), seed=5)
+    network = build(cfg, 5)
     special = [END_OF_DOCUMENT]
     if tokenizer_size is not None:
         special += [f"<{number}>" for number in range(tokenizer_size - 271)]  # 271: what these texts give
     texts = ["the cat and the hat and the other cat"] * 3
     tokenizer = train_tokenizer(texts, 299 + len(special), special_tokens=special)
     named = [(parameter.info.name, parameter) for parameter in network.parameters()]
-    save_checkpoint(
+    save_network(
         directory,
-        epoch=0,
-        step=4,
+        network,
         tensors=_halves(model_slices(named)),
-        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
         vocab_size=cfg.vocab_size,
         fingerprints={"tokenizer": tokenizer.fingerprint},
     )

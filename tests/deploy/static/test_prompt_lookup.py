@@ -9,10 +9,8 @@ from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
 from ppfleetx.deploy.static.sampling import FEWEST_ALIKE, drafts_after, last_occurrence, nucleus_by_buckets
 from ppfleetx.generation import speculative_decoding
 from ppfleetx.generation.session import NextTokenModel
-from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
 from tests.deploy.exports import GPT2_STYLE, Exported
+from tests.models.gpt_builders import build
 
 TEXT = "hat and hat and hat and"
 
@@ -63,8 +61,7 @@ class Cycle(GenerationProgram):
     """The program with a model that counts from 1 to 9 again and again; it counts its passes."""
 
     def __init__(self) -> None:
-        network = StagedModel(gpt_stages(ModelConfig(**GPT2_STYLE), LocalFactory()), seed=5)
-        super().__init__(NextTokenModel(network, 300), 64, use_panels=True)
+        super().__init__(NextTokenModel(build(ModelConfig(**GPT2_STYLE), 5), 300), 64, use_panels=True)
         self.passes: list[int] = []
 
     def _run_model(
