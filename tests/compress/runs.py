@@ -21,6 +21,7 @@ from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.quantized import with_quantized_weights
 from ppfleetx.nn.stage import canonical_parameters
 from tests.deploy.exports import STYLES
+from tests.models.gpt_builders import build, save_network
 
 _WIDE = {"hidden_size": 48, "ffn_hidden_size": 96}
 MODELS = {name: {**STYLES[name], **_WIDE} for name in ("gpt2_style", "llama_style")}
@@ -58,13 +59,9 @@ def write_run(directory: Path, model: dict[str, Any], compress: dict[str, Any] |
     path.write_text(json.dumps(sections))
     cfg = load_config(path)
     large = cfg.Model.model_copy(update={"initializer_range": 0.15})
-    network = StagedModel(gpt_stages(large, LocalFactory()), seed=5)
-    save_checkpoint(
+    save_network(
         directory,
-        epoch=0,
-        step=4,
-        tensors=model_slices((p.info.name, p) for p in network.parameters()),
-        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
+        build(large, 5),
         vocab_size=cfg.Model.vocab_size,
         config=cfg.model_dump(mode="json"),
         fingerprints={"tokenizer": tokenizer.fingerprint},

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.paddle_tensors import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from tests.models.gpt_builders import build, save_network
 
 GPT2_STYLE = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 LLAMA_STYLE = {
@@ -68,17 +65,8 @@ def write_run(directory: Path, tokenizer: Tokenizer, **keys: object) -> None:
     """An output directory ``run`` with one checkpoint, a pretraining and a generation YAML, a tokenizer."""
     model_keys = {**RUN_MODEL, **keys}
     cfg = ModelConfig(**model_keys, initializer_range=0.3)
-    model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=5)
-    named = [(parameter.info.name, parameter) for parameter in model.parameters()]
-    save_checkpoint(
-        directory / "run",
-        epoch=0,
-        step=4,
-        tensors=model_slices(named),
-        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
-        vocab_size=300,
-        fingerprints={"tokenizer": tokenizer.fingerprint},
-    )
+    fingerprints = {"tokenizer": tokenizer.fingerprint}
+    save_network(directory / "run", build(cfg, 5), vocab_size=300, fingerprints=fingerprints)
     tokenizer.save(directory / "run" / "tokenizer")
     sections = {"Global": {"device": "cpu", "local_batch_size": 2}, "Model": model_keys}
     (directory / "pretrain.yaml").write_text(json.dumps(sections))
@@ -101,7 +89,7 @@ def make_model() -> MakeModel:
     def make(**keys: object) -> tuple[StagedModel, ModelConfig]:
         defaults = {"vocab_size": 61, "max_position_embeddings": 64, "initializer_range": 0.3}
         cfg = ModelConfig(**{**defaults, **GPT2_STYLE, **keys})
-        return StagedModel(gpt_stages(cfg, LocalFactory()), seed=5), cfg
+        return build(cfg, 5), cfg
 
     return make
 
