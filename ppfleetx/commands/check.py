@@ -218,11 +218,15 @@ def _lora_lines(model: ModelConfig) -> list[str]:
 
 def _ramp_lines(cfg: RunConfig) -> list[str]:
     ramps = {"batch ramp": cfg.batch.ramp, "length ramp": cfg.batch.lengths}
-    return [
-        _line(name, f"from {ramp.start} by {ramp.increment} to {ramp.full} in {ramp.samples:,} sequences")
-        for name, ramp in ramps.items()
-        if ramp is not None
-    ]
+    most = cfg.batch.consumed_after(cfg.Engine.max_steps)
+    lines = []
+    for name, ramp in ramps.items():
+        if ramp is None:
+            continue
+        length = counted(ramp.samples, "sequence", ",")
+        ends = "" if most >= ramp.samples else f"; the run ends within, at {most:,}"
+        lines.append(_line(name, f"from {ramp.start} by {ramp.increment} to {ramp.full} in {length}{ends}"))
+    return lines
 
 
 def _batch_lines(cfg: RunConfig) -> list[str]:

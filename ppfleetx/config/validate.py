@@ -146,7 +146,8 @@ def _one_error(
         return _violation(cause, key, plain, origins)
     said = {"key": key, "place": _place_of(key, origins), "hint": None}
     if detail["type"] == "missing":
-        hint = "A file that others name in _base_ may lack it." if path[:1] == ["Model"] else None
+        is_model = len(path) == 2 and path[0] == "Model"
+        hint = "A file that others name in _base_ may lack it." if is_model else None
         return {**said, "rule": f"is required ({describe(annotation)}) and is not given.", "hint": hint}
     if detail["type"] == "extra_forbidden":
         rule = f"there is no such key in {shown_key('.'.join(path[:-1])) or 'a configuration'}."

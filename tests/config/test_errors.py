@@ -194,6 +194,16 @@ def test_wrong_file(small, write, text, pieces):
     refused(write("wrong.yaml", text), (), pieces)
 
 
+def test_only_a_file_without_a_whole_model_may_be_one_that_others_name(small, write):
+    for path, overrides, hint in (
+        (write("wrong.yaml", "Model: {hidden_size: 64}\n"), [], True),
+        (small, ["Model.moe={}"], False),
+    ):
+        with pytest.raises(ConfigError, match="is required") as caught:
+            load_config(path, overrides)
+        assert ("_base_ may lack it" in str(caught.value)) == hint
+
+
 def test_several_errors_come_together(small):
     with pytest.raises(ConfigError) as caught:
         load_config(small, ["Engine.max_steps=x", "Engine.evalfreq=1", "Model.num_layers=-1"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.batch_sizes import Ramp, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import RuleError
@@ -98,6 +99,13 @@ def test_the_ramp_goes_on_where_the_data_start_from_the_beginning(tool: Tool, tm
     assert [step[:2] for step in progress(other)] == [step[:2] for step in progress(whole)[3:]]
     state = open_checkpoint(other / "epoch_0_step_6").state["train"]
     assert (state["consumed_samples"], state["data_start"]) == (30, 8)
+
+
+def test_check_says_whether_the_run_ends_within_the_ramp() -> None:
+    within = check_report(load_config(NANO, [*RAMP, "Engine.max_steps=3"]))
+    assert "from 2 by 2 to 8 in 12 sequences; the run ends within, at 8\n" in within
+    beyond = check_report(load_config(NANO, [*RAMP, "Engine.max_steps=4"]))
+    assert "from 2 by 2 to 8 in 12 sequences\n" in beyond
 
 
 def test_epochs_are_refused(tool: Tool, tmp_path: Path) -> None:
