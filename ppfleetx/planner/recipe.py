@@ -96,7 +96,7 @@ class RecipeInputs:
     @property
     def learning_rate(self) -> float:
         """The peak learning rate ("DeepSeek LLM", Bi et al. 2024, equation 1), rounded to three digits."""
-        return float(f"{0.3118 * self.compute**-0.1250:.3g}")
+        return _rounded(0.3118 * self.compute**-0.1250)
 
     @property
     def batch(self) -> int:
@@ -178,6 +178,10 @@ def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
     return Recipe(inputs, _under_plan(values, cfg), best)
 
 
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
+
+
 def _values(inputs: RecipeInputs) -> dict[str, Any]:
     """Return the values of the configuration that do not depend on the parallel plan."""
     rate, steps = inputs.learning_rate, inputs.steps
@@ -211,7 +215,7 @@ def _values(inputs: RecipeInputs) -> dict[str, Any]:
                 "decay_steps": steps,
                 "warmup_steps": min(_WARMUP_STEPS, steps // 20),
                 "max_lr": rate,
-                "min_lr": rate / 10,
+                "min_lr": _rounded(rate / 10),
             },
             "grad_clip": {"clip_norm": 1.0},
         },

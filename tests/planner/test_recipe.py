@@ -61,6 +61,11 @@ def test_a_trial_of_a_few_steps_follows_the_schedule_of_the_whole_run(tmp_path):
     assert load_config(path, ["Engine.max_steps=2"]).Optimizer.lr == cfg.Optimizer.lr
 
 
+def test_rates_have_three_digits():
+    lines = [line.strip() for line in recipe(RecipeInputs(11, 8, "H100-80GB")).yaml().splitlines()]
+    assert "max_lr: 0.0017" in lines and "min_lr: 0.00017" in lines  # 0.0017 / 10 is 0.00016999999999999999
+
+
 def test_deeper_models_and_longer_runs_have_lower_rates_and_larger_batches():
     by_depth = [RecipeInputs(depth, 1, "A100-80GB") for depth in DEPTHS]
     by_tokens = [RecipeInputs(12, 1, "A100-80GB", tokens) for tokens in (5, 20, 100)]
