@@ -262,6 +262,7 @@ QWEN = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8,
         ("gptj", {"rotary_dim": None}, "rotary_dim None"),
         ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types .* is not supported"),
         ("gemma", {"hidden_activation": "relu"}, "hidden_activation 'relu' of this gemma"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0 of this gemma3_text"),
         ("smollm3", {"no_rope_layers": [1]}, "is not one number for each layer"),
         (
             "phi3",
@@ -289,6 +290,8 @@ def test_what_is_another_network_is_refused(name, change, message):
     [
         ("mistral", "sliding_window"),
         ("mistral", "num_key_value_heads"),
+        ("gemma", "num_key_value_heads"),
+        ("stablelm", "num_key_value_heads"),
         ("qwen3", "head_dim"),
         ("gemma2", "attn_logit_softcapping"),
         ("gemma2", "final_logit_softcapping"),
@@ -316,6 +319,14 @@ def test_the_base_of_transformers_if_none_is_given(name, base):
 
 
 @pytest.mark.parametrize(
+    ("name", "epsilon"), [("glm", 1.5625e-7), ("glm4", 1.5625e-7), ("olmo2", 1e-5), ("qwen3", 1e-6)]
+)
+def test_the_epsilon_of_transformers_if_none_is_given(name, epsilon):
+    config = {key: value for key, value in TOLD[name]["config"].items() if key != "rms_norm_eps"}
+    assert model_keys(config)["norm_epsilon"] == epsilon
+
+
+@pytest.mark.parametrize(
     "name, change, window",
     [
         ("mistral", {}, 3),
@@ -334,6 +345,13 @@ def test_the_quickstarts_model_is_a_gpt_neox():
     made = hf_config(load_config("gpt/pretrain_gpt_tiny").Model, "F32")
     assert made["model_type"] == "gpt_neox" and made["tie_word_embeddings"]
     assert not made["use_parallel_residual"] and made["rotary_pct"] == 1
+
+
+def test_every_dropout_is_a_number():
+    """transformers 5 refuses null. Here it stands for hidden_dropout_prob."""
+    keys = model_keys(TOLD["falcon_serial"]["config"]) | {"hidden_dropout_prob": 0.2}
+    made = hf_config(ModelConfig(**keys), "F32")
+    assert made["model_type"] == "starcoder2" and made["embedding_dropout"] == 0.2
 
 
 def test_older_files_of_gpt_neox(tmp_path):

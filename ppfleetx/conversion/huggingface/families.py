@@ -232,7 +232,12 @@ _GPT_KIN: dict[str, Family] = {
         },
         _ROTARY,
         LLAMA_NAMES | in_layers("model.layers.{}", {"mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}),
-        (activation("hidden_act", "gelu_pytorch_tanh"), WINDOW, ROTARY),
+        (
+            activation("hidden_act", "gelu_pytorch_tanh"),
+            WINDOW,
+            ROTARY,
+            Feature(write=lambda model: {"embedding_dropout": model.embedding_dropout}),
+        ),
         off={"norm_type": ("layer_norm",), "mlp_type": ("default",)},
     ),
     "opt": Family(

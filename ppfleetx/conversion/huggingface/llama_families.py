@@ -101,7 +101,7 @@ _GEMMA = LLAMA.variant(
     Feature({"hidden_act", "hidden_activation"}, _gemma, lambda _: dict.fromkeys(_GEMMA_KEYS, _TANH[0])),
     keys=ATTENTION_BIAS | TIED,
     fixed={"hidden_act": "geglu_tanh", "normalization": "RMSNorm1P"},
-    required=("head_dim",),
+    required=_SIZES_OF_HEADS,
     off={"use_bidirectional_attention": (False,)},
 )
 _GEMMA_KEYS = ("hidden_act", "hidden_activation")
@@ -121,7 +121,6 @@ _GEMMA2 = _GEMMA.variant(
             "mlp_post_norm": "post_feedforward_layernorm",
         },
     ),
-    required=_SIZES_OF_HEADS,
 )
 
 # ---- Granite and MiniCPM: multipliers of embeddings, residual branches and logits
@@ -184,7 +183,7 @@ def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
 _GLM = LLAMA.variant(
     "GlmForCausalLM",
     PARTIAL_ROTARY,
-    keys={"attention_bias": ("add_qkv_bias", True)},
+    keys={"attention_bias": ("add_qkv_bias", True), "rms_norm_eps": ("norm_epsilon", 1.5625e-7)},
     fixed={"rotary_interleaved": True, "sandwich_norm": False},
     names=_GATE_AND_UP,
     has_parts_in_a_row=True,
@@ -292,7 +291,9 @@ LLAMA_KIN: dict[str, Family] = {
             ),
         ),
         Feature(write=lambda model: {"rope_local_base_freq": model.local_rotary_base or model.rotary_base}),
+        without=("attn_logit_softcapping",),
         fixed={"qk_layernorm": True},
+        off={"attn_logit_softcapping": ()},
     ),
     "granite": LLAMA.variant(
         "GraniteForCausalLM",
@@ -343,6 +344,7 @@ LLAMA_KIN: dict[str, Family] = {
             lambda model: {"use_parallel_residual": model.parallel_residual},
         ),
         _norms_of_heads("qk_layernorm"),
+        required=_NUM_KV_HEADS,
         without=("rms_norm_eps",),
         keys={
             "layer_norm_eps": ("norm_epsilon", 1e-5),
