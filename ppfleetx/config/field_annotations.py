@@ -50,6 +50,11 @@ def item_type(annotation: Any) -> Any:
     return None
 
 
+def key_type(annotation: Any) -> Any:
+    """The type of a mapping's keys; None if the annotation allows no mapping."""
+    return next((get_args(part)[0] for part in members(annotation) if get_origin(part) is dict), None)
+
+
 def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     """The type of the field at ``path`` below the section ``root``; None if there is no such field."""
     annotation: Any = root

@@ -9,11 +9,13 @@ from pydantic_core import ErrorDetails
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
 from ppfleetx.config.field_annotations import (
+    annotation_at,
     describe,
     field_types,
     is_mapping,
     is_text_only,
     item_type,
+    key_type,
     nearest_keys,
     section_in,
 )
@@ -152,6 +154,14 @@ def _one_error(
     if detail["type"] == "extra_forbidden":
         rule = f"there is no such key in {shown_key('.'.join(path[:-1])) or 'a configuration'}."
         return {**said, "rule": rule, "hint": nearest_keys(path, section, root)}
+    if detail["loc"][-1] == "[key]":
+        keys = key_type(annotation_at(root, path[:-1]))
+        return {
+            **said,
+            "key": ".".join(path[:-1]),
+            "rule": f"each key must be {describe(keys)}",
+            "value": path[-1],
+        }
     rule = f"must be {describe(annotation)}"
     if isinstance(cause, ValueError):
         rule += f" {cause}"

@@ -209,6 +209,12 @@ def test_an_id_that_the_tokenizer_has_not(generator: Generator, keys: dict) -> N
     assert (error.value.key, error.value.value) == (f"Generation.{next(iter(keys))}", 300)
 
 
+def test_a_text_in_place_of_a_token_id() -> None:
+    with pytest.raises(ConfigError, match="each key must be an integer of at least 0") as error:
+        section_of(GenerationConfig, {"logit_bias": {" hello": 1.0}})
+    assert (error.value.key, error.value.value) == ("logit_bias", " hello")
+
+
 def test_without_the_library(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"ppfleetx\[structured\]"):
