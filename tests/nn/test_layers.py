@@ -178,6 +178,13 @@ def test_activation_and_its_gradient(name):
     np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.skipif(not ops.are_available(), reason="the operators are not compiled")
+def test_the_gradient_of_gelu_at_large_numbers():
+    x = tensor([-1e25, -1e13, -100.0, 100.0, 1e13, 1e25], grad=True)
+    ops.gelu_tanh(x).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy(), [0, 0, 0, 1, 1, 1], atol=1e-6)
+
+
 def test_unknown_activation_is_refused():
     with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'mish'"):
         MLP(LocalFactory(), MLPSpec(4, 8, "mish", True, Normal(1.0), Normal(1.0)))

@@ -90,7 +90,6 @@ std::vector<DataType> MatmulType(DataType, DataType, const paddle::optional<Data
 // ---- a conversion alone, and one that also sums the columns ------------------------------------------------------
 
 std::vector<Tensor> Cast(const Tensor& x) { return {InBfloat16(x)}; }
-std::vector<Shape> CastShape(const Shape& x) { return {x}; }
 std::vector<DataType> CastType(DataType) { return {DataType::BFLOAT16}; }
 
 constexpr int64_t kStrip = 64;
@@ -232,7 +231,6 @@ PD_BUILD_OP(ppfleetx_bfloat16_cast)
     .Inputs({"X"})
     .Outputs({"Out"})
     .SetKernelFn(PD_KERNEL(Cast))
-    .SetInferShapeFn(PD_INFER_SHAPE(CastShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(CastType));
 
 PD_BUILD_OP(ppfleetx_bfloat16_cast_and_sum)

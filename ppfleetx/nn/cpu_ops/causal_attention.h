@@ -23,8 +23,9 @@ struct Sizes {
 using Bits = std::vector<uint16_t>;
 using Floats = std::vector<float>;
 
-// Positions are taken in blocks: long enough for the products, short enough to skip most of what is masked.
-inline int64_t BlockOf(int64_t positions) { return std::max<int64_t>(64, (positions + 511) / 512 * 64); }
+// Positions are taken in blocks: long enough for the products, short enough to skip most of what is masked, and for
+// scores that are few beside the whole matrix.
+inline int64_t BlockOf(int64_t positions) { return std::clamp<int64_t>((positions + 511) / 512 * 64, 64, 512); }
 
 // out = x y, x is [m, k], y [k, n]; stored transposed where turned.
 inline void Multiply(int64_t m, int64_t k, int64_t n, const uint16_t* x, bool turn_x, const uint16_t* y, bool turn_y,

@@ -160,19 +160,17 @@ std::vector<paddle::Tensor> CrossEntropy(const paddle::Tensor& logits, const pad
   const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
   PD_CHECK(logits.is_cpu() && labels.is_cpu() && labels.numel() == rows, "labels do not fit");
   auto losses = paddle::empty(labels.shape(), paddle::DataType::FLOAT64, logits.place());
-  auto logarithms = paddle::empty(labels.shape(), paddle::DataType::FLOAT32, logits.place());
+  auto logarithms = paddle::empty(labels.shape(), paddle::DataType::FLOAT64, logits.place());
   const float* from = logits.data<float>();
   const int64_t* label = labels.data<int64_t>();
   for (int64_t row = 0; row < rows; ++row)
     PD_CHECK(label[row] == kIgnored || (label[row] >= 0 && label[row] < columns), "label ", label[row],
              " is not below the number of logits, ", columns);
-  double* loss = losses.data<double>();
-  float* logarithm = logarithms.data<float>();
+  double *loss = losses.data<double>(), *logarithm = logarithms.data<double>();
 #pragma omp parallel for schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const double sum = LogSumExp(from + row * columns, columns);
-    logarithm[row] = sum;
-    loss[row] = label[row] == kIgnored ? 0.0 : sum - from[row * columns + label[row]];
+    logarithm[row] = LogSumExp(from + row * columns, columns);
+    loss[row] = label[row] == kIgnored ? 0.0 : logarithm[row] - from[row * columns + label[row]];
   }
   return {losses, logarithms};
 }
@@ -181,27 +179,28 @@ std::vector<paddle::Tensor> CrossEntropyGrad(const paddle::Tensor& logits, const
                                              const paddle::Tensor& logarithms, const paddle::Tensor& upstream) {
   const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
   auto gradient = paddle::empty(logits.shape(), paddle::DataType::FLOAT32, logits.place());
-  const float *from = logits.data<float>(), *logarithm = logarithms.data<float>();
-  const double* factors = upstream.data<double>();
+  const float* from = logits.data<float>();
+  const double *logarithm = logarithms.data<double>(), *factors = upstream.data<double>();
   const int64_t* label = labels.data<int64_t>();
   float* to = gradient.data<float>();
 #pragma omp parallel for schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const float factor = label[row] == kIgnored ? 0.0 : factors[row], sum = logarithm[row];
+    const float factor = label[row] == kIgnored ? 0.0 : factors[row];
+    const float sum = logarithm[row], rest = logarithm[row] - sum;  // in float32, large logits would lose digits
     if (factor == 0.0f) {
       std::fill_n(to + row * columns, columns, 0.0f);
       continue;
     }
     numbers::Map(from + row * columns, columns, to + row * columns,
-                 [&](Vector x) { return numbers::Exp(x - sum) * factor; });
+                 [&](Vector x) { return numbers::Exp(x - sum - rest) * factor; });
     to[row * columns + label[row]] -= factor;
   }
   return {gradient};
 }
 
 std::vector<Shape> CrossEntropyShape(const Shape&, const Shape& labels) { return {labels, labels}; }
-std::vector<paddle::DataType> CrossEntropyType(paddle::DataType logits, paddle::DataType) {
-  return {paddle::DataType::FLOAT64, logits};
+std::vector<paddle::DataType> CrossEntropyType(paddle::DataType, paddle::DataType) {
+  return {paddle::DataType::FLOAT64, paddle::DataType::FLOAT64};
 }
 // ---- the tanh form of GELU: x s(x) with s(x) = 1 / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3) --------------
 
@@ -226,6 +225,9 @@ std::vector<paddle::Tensor> Gelu(const paddle::Tensor& x) {
 }
 
 Vector GeluSlope(Vector x) {
+  const Vector end = Vector{} + 64.0f;  // from here on it is 0 or 1, and powers of x must not overflow
+  x = x < -end ? -end : x;
+  x = x > end ? end : x;
   const Vector square = x * x, s = 1.0f / (1.0f + numbers::Exp(-x * (1.59576912f + 0.0713548163f * square)));
   return s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * square);
 }
@@ -241,9 +243,6 @@ std::vector<paddle::Tensor> GeluGrad(const paddle::Tensor& x, const paddle::Tens
                                         numbers::LoadFirst(up + i, rest, 0.0f));
   })};
 }
-
-std::vector<Shape> GeluShape(const Shape& x) { return {x}; }
-std::vector<paddle::DataType> GeluType(paddle::DataType x) { return {x}; }
 
 // ---- the gradient of LayerNorm and RMSNorm -----------------------------------------------------------------------
 
@@ -350,9 +349,7 @@ PD_BUILD_OP(ppfleetx_norm_backward)
 PD_BUILD_OP(ppfleetx_gelu)
     .Inputs({"X"})
     .Outputs({"Out"})
-    .SetKernelFn(PD_KERNEL(Gelu))
-    .SetInferShapeFn(PD_INFER_SHAPE(GeluShape))
-    .SetInferDtypeFn(PD_INFER_DTYPE(GeluType));
+    .SetKernelFn(PD_KERNEL(Gelu));  // shape and type are those of X
 
 PD_BUILD_GRAD_OP(ppfleetx_gelu)
     .Inputs({"X", paddle::Grad("Out")})

@@ -7,7 +7,10 @@
 #include <cstring>
 #include <map>
 #include <tuple>
+#include <utility>
 #include <vector>
+
+#include <omp.h>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -115,8 +118,10 @@ using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, bool>;
 constexpr size_t kMostPrepared = 256;
 
 inline const Product& Prepared(const Key& key) {
-  thread_local std::map<Key, Product> prepared;
-  const auto found = prepared.find(key);
+  // A primitive is made for a number of threads, which oneDNN's own cache compares, too.
+  thread_local std::map<std::pair<Key, int>, Product> prepared;
+  const std::pair of_threads(key, omp_in_parallel() ? 1 : omp_get_max_threads());
+  const auto found = prepared.find(of_threads);
   if (found != prepared.end()) return found->second;
   const auto [batch, m, k, n, turn_x, turn_y, has_bias] = key;
   const auto dims = [batch = batch](int64_t rows, int64_t columns) {
@@ -136,7 +141,7 @@ inline const Product& Prepared(const Key& key) {
   Check(dnnl_primitive_desc_destroy(desc));
   for (void* unused : {x, y, out, bias})
     if (unused != nullptr) Check(dnnl_memory_desc_destroy(unused));
-  return prepared.emplace(key, made).first->second;
+  return prepared.emplace(of_threads, made).first->second;
 }
 
 // out = x y + bias, float32. x is [batch, m, k], y [batch, k, n]; stored transposed where turned.
