@@ -45,6 +45,9 @@ class Grammar:
         start = LLMatcher(tokenizer, grammar, log_level=0)
         if start.is_error():
             raise ConfigError(_reason(start.get_error()), key=_KEY)
+        start.compute_bitmask()
+        if start.is_error():
+            raise ConfigError(f"no text can begin this form ({_reason(start.get_error())})", key=_KEY)
         self._start, self._vocab_size = start, vocab_size
         self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
 

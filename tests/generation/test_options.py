@@ -183,6 +183,8 @@ class TestStructuredOutputs:
             ({"structured_outputs": {"regex": "("}}, ""),
             ({"structured_outputs": {"grammar": "start: nothing"}}, ""),
             ({"structured_outputs": {"json_schema": {"type": "shape"}}}, ""),
+            ({"structured_outputs": {"grammar": "start: start"}}, "no text can begin"),
+            ({"structured_outputs": {"json_schema": {"allOf": [{"$ref": "#"}]}}}, "no text can begin"),
             ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "end token"),
         ],
     )
