@@ -16,12 +16,16 @@
 
 namespace {
 
+using paddle::DataType;
+using paddle::Tensor;
+using Shape = std::vector<int64_t>;
+
 // ---- few_rows: y = x W + b; few_rows.h says how -----------------------------------------------------------------
 
 using few_rows::kWidth;
 
-std::vector<paddle::Tensor> FewRows(const paddle::Tensor& x, const paddle::Tensor& panels,
-                                    const paddle::optional<paddle::Tensor>& bias, int64_t columns) {
+std::vector<Tensor> FewRows(const Tensor& x, const Tensor& panels,
+                            const paddle::optional<Tensor>& bias, int64_t columns) {
   auto shape = x.shape();
   const int64_t size = shape.back(), rows = x.numel() / size;
   PD_CHECK(x.is_cpu() && panels.is_cpu(), "this operator runs on a CPU");
@@ -35,20 +39,16 @@ std::vector<paddle::Tensor> FewRows(const paddle::Tensor& x, const paddle::Tenso
   return {out};
 }
 
-std::vector<std::vector<int64_t>> FewRowsShape(std::vector<int64_t> x, const std::vector<int64_t>&,
-                                              const paddle::optional<std::vector<int64_t>>&, int64_t columns) {
+std::vector<Shape> FewRowsShape(Shape x, const Shape&, const paddle::optional<Shape>&, int64_t columns) {
   x.back() = columns;
   return {x};
 }
 
-std::vector<paddle::DataType> FewRowsType(paddle::DataType x, paddle::DataType,
-                                         const paddle::optional<paddle::DataType>&) {
-  return {x};
-}
+std::vector<DataType> FewRowsType(DataType x, DataType, const paddle::optional<DataType>&) { return {x}; }
 
 // ---- grouped_product: rows sorted into groups, each with its own W ---------------------------------------------
 
-std::vector<paddle::Tensor> Grouped(const paddle::Tensor& x, const paddle::Tensor& weight, const paddle::Tensor& counts) {
+std::vector<Tensor> Grouped(const Tensor& x, const Tensor& weight, const Tensor& counts) {
   const int64_t rows = x.shape()[0], size = x.shape()[1], groups = weight.shape()[0], columns = weight.shape()[2];
   PD_CHECK(x.is_cpu() && weight.is_cpu() && counts.is_cpu(), "this operator runs on a CPU");
   PD_CHECK(weight.shape()[1] == size && counts.numel() == groups, "weights do not fit");
@@ -59,12 +59,9 @@ std::vector<paddle::Tensor> Grouped(const paddle::Tensor& x, const paddle::Tenso
   return {out};
 }
 
-std::vector<std::vector<int64_t>> GroupedShape(std::vector<int64_t> x, std::vector<int64_t> weight,
-                                              const std::vector<int64_t>&) {
-  return {{x[0], weight[2]}};
-}
+std::vector<Shape> GroupedShape(Shape x, Shape weight, const Shape&) { return {{x[0], weight[2]}}; }
 
-std::vector<paddle::DataType> GroupedType(paddle::DataType x, paddle::DataType, paddle::DataType) { return {x}; }
+std::vector<DataType> GroupedType(DataType x, DataType, DataType) { return {x}; }
 
 // ---- nucleus: top-p without sorting a vocabulary --------------------------------------------------------------
 //
@@ -113,7 +110,7 @@ void KeepNucleus(const float* probabilities, int64_t size, double top_p, float* 
     }
 }
 
-std::vector<paddle::Tensor> Nucleus(const paddle::Tensor& probabilities, const paddle::Tensor& top_p) {
+std::vector<Tensor> Nucleus(const Tensor& probabilities, const Tensor& top_p) {
   const int64_t size = probabilities.shape().back(), rows = probabilities.numel() / size;
   PD_CHECK(probabilities.is_cpu() && top_p.is_cpu(), "this operator runs on a CPU");
   auto out = paddle::empty(probabilities.shape(), probabilities.dtype(), probabilities.place());
@@ -124,17 +121,12 @@ std::vector<paddle::Tensor> Nucleus(const paddle::Tensor& probabilities, const p
   return {out};
 }
 
-std::vector<std::vector<int64_t>> NucleusShape(std::vector<int64_t> probabilities, const std::vector<int64_t>&) {
-  return {probabilities};
-}
+std::vector<Shape> NucleusShape(Shape probabilities, const Shape&) { return {probabilities}; }
 
-std::vector<paddle::DataType> NucleusType(paddle::DataType probabilities, paddle::DataType) {
-  return {probabilities};
-}
+std::vector<DataType> NucleusType(DataType probabilities, DataType) { return {probabilities}; }
 
 // ---- cross entropy and its gradient ------------------------------------------------------------------------------
 
-using Shape = std::vector<int64_t>;
 using numbers::kLanes;
 using numbers::Vector;
 
@@ -156,11 +148,11 @@ double LogSumExp(const float* logits, int64_t size) {
   return largest + std::log(total);
 }
 
-std::vector<paddle::Tensor> CrossEntropy(const paddle::Tensor& logits, const paddle::Tensor& labels) {
+std::vector<Tensor> CrossEntropy(const Tensor& logits, const Tensor& labels) {
   const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
   PD_CHECK(logits.is_cpu() && labels.is_cpu() && labels.numel() == rows, "labels do not fit");
-  auto losses = paddle::empty(labels.shape(), paddle::DataType::FLOAT64, logits.place());
-  auto logarithms = paddle::empty(labels.shape(), paddle::DataType::FLOAT64, logits.place());
+  auto losses = paddle::empty(labels.shape(), DataType::FLOAT64, logits.place());
+  auto logarithms = paddle::empty(labels.shape(), DataType::FLOAT64, logits.place());
   const float* from = logits.data<float>();
   const int64_t* label = labels.data<int64_t>();
   for (int64_t row = 0; row < rows; ++row)
@@ -175,10 +167,10 @@ std::vector<paddle::Tensor> CrossEntropy(const paddle::Tensor& logits, const pad
   return {losses, logarithms};
 }
 
-std::vector<paddle::Tensor> CrossEntropyGrad(const paddle::Tensor& logits, const paddle::Tensor& labels,
-                                             const paddle::Tensor& logarithms, const paddle::Tensor& upstream) {
+std::vector<Tensor> CrossEntropyGrad(const Tensor& logits, const Tensor& labels,
+                                     const Tensor& logarithms, const Tensor& upstream) {
   const int64_t columns = logits.shape().back(), rows = logits.numel() / columns;
-  auto gradient = paddle::empty(logits.shape(), paddle::DataType::FLOAT32, logits.place());
+  auto gradient = paddle::empty(logits.shape(), DataType::FLOAT32, logits.place());
   const float* from = logits.data<float>();
   const double *logarithm = logarithms.data<double>(), *factors = upstream.data<double>();
   const int64_t* label = labels.data<int64_t>();
@@ -199,15 +191,14 @@ std::vector<paddle::Tensor> CrossEntropyGrad(const paddle::Tensor& logits, const
 }
 
 std::vector<Shape> CrossEntropyShape(const Shape&, const Shape& labels) { return {labels, labels}; }
-std::vector<paddle::DataType> CrossEntropyType(paddle::DataType, paddle::DataType) {
-  return {paddle::DataType::FLOAT64, paddle::DataType::FLOAT64};
-}
+std::vector<DataType> CrossEntropyType(DataType, DataType) { return {DataType::FLOAT64, DataType::FLOAT64}; }
+
 // ---- the tanh form of GELU: x s(x) with s(x) = 1 / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3) --------------
 
 constexpr int64_t kStretch = 1 << 14;  // numbers of one thread
 
 template <class Of>
-paddle::Tensor ForEach(const paddle::Tensor& x, const Of& of) {
+Tensor ForEach(const Tensor& x, const Of& of) {
   auto out = paddle::empty(x.shape(), x.dtype(), x.place());
   float* to = out.data<float>();
   const int64_t count = x.numel();
@@ -216,7 +207,7 @@ paddle::Tensor ForEach(const paddle::Tensor& x, const Of& of) {
   return out;
 }
 
-std::vector<paddle::Tensor> Gelu(const paddle::Tensor& x) {
+std::vector<Tensor> Gelu(const Tensor& x) {
   PD_CHECK(x.is_cpu(), "this operator runs on a CPU");
   const float* from = x.data<float>();
   return {ForEach(x, [&](int64_t begin, int64_t count, float* to) {
@@ -232,7 +223,7 @@ Vector GeluSlope(Vector x) {
   return s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * square);
 }
 
-std::vector<paddle::Tensor> GeluGrad(const paddle::Tensor& x, const paddle::Tensor& upstream) {
+std::vector<Tensor> GeluGrad(const Tensor& x, const Tensor& upstream) {
   return {ForEach(x, [from = x.data<float>(), up = upstream.data<float>()](int64_t begin, int64_t count, float* to) {
     int64_t i = begin;
     for (; i + kLanes <= begin + count; i += kLanes, to += kLanes)
@@ -276,8 +267,7 @@ void NormGradOfRows(const float* x, const float* weight, const float* dy, int64_
   }
 }
 
-std::vector<paddle::Tensor> NormGrad(const paddle::Tensor& x, const paddle::Tensor& weight, const paddle::Tensor& dy,
-                                     bool centered, float epsilon) {
+std::vector<Tensor> NormGrad(const Tensor& x, const Tensor& weight, const Tensor& dy, bool centered, float epsilon) {
   const int64_t size = weight.numel(), rows = x.numel() / size, blocks = (rows + kBlock - 1) / kBlock;
   PD_CHECK(x.is_cpu() && x.shape().back() == size && dy.numel() == x.numel(), "the gradient does not fit");
   auto dx = paddle::empty(x.shape(), x.dtype(), x.place());
@@ -300,7 +290,7 @@ std::vector<paddle::Tensor> NormGrad(const paddle::Tensor& x, const paddle::Tens
 }
 
 std::vector<Shape> NormGradShape(const Shape& x, const Shape& weight, const Shape&) { return {x, weight, weight}; }
-std::vector<paddle::DataType> NormGradType(paddle::DataType x, paddle::DataType, paddle::DataType) { return {x, x, x}; }
+std::vector<DataType> NormGradType(DataType x, DataType, DataType) { return {x, x, x}; }
 
 }  // namespace
 
