@@ -31,7 +31,7 @@ from ppfleetx.conversion.compare_logits import (
     transformers_logits,
 )
 from ppfleetx.conversion.fleetx import read_fleetx
-from ppfleetx.conversion.gguf import QUANTIZED, SUFFIX, extract_tokenizer, read_gguf, write_gguf
+from ppfleetx.conversion.gguf import QUANTIZED, SUFFIX, extract_tokenizer, is_gguf, read_gguf, write_gguf
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.read_files import read_stored
 from ppfleetx.conversion.megatron import read_megatron
@@ -120,6 +120,8 @@ def read_weights(job: Conversion) -> Weights:
     """Open the input of a conversion. Tensors are read and cast only when they are used."""
     dtype = "float32" if job.dtype in QUANTIZED else job.dtype
     if job.source == "hf":
+        if is_gguf(job.input):
+            raise CheckpointError(f"{job.input} is a GGUF file: give --from gguf")
         weights = read_hf(job.input)
     elif job.source == "gguf":
         weights = read_gguf(job.input)

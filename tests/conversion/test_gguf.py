@@ -306,6 +306,12 @@ def test_options_that_contradict(tmp_path, key, target, output, dtype, has_token
         convert(Conversion("hf", target, source, tmp_path / output, dtype=dtype))
 
 
+def test_a_file_where_a_directory_is_meant(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="is a GGUF file: give --from gguf"):
+        convert(Conversion("hf", "ppfleetx", tmp_path / "a.gguf", tmp_path / "new"))
+
+
 # ---- tokenizers
 
 
