@@ -185,9 +185,9 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: float = math.inf) -> None:
-    """Remove the records of steps after ``step`` from a metrics file. Also remove those that were written
-    when the run had used more than ``consumed`` samples, evaluations after step ``evaluated``, and incomplete
-    lines."""
+    """Remove the records of steps after ``step`` from a metrics file. Also remove records of spikes that were
+    written when the run had used more than ``consumed`` samples, evaluations after step ``evaluated``, and
+    incomplete lines."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -203,10 +203,13 @@ def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bo
         at_step = record["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return False  # such as an incomplete last line
-    # An evaluation that a signal interrupted is made after each start from the checkpoint of its step. A
-    # spike that made the run go back to a checkpoint has the step of this checkpoint.
-    last = min(step, evaluated) if record.get("kind") == "eval" else step
-    return at_step <= last and record.get("consumed_samples", 0) <= consumed
+    match record.get("kind"):
+        case "eval":  # one that a signal interrupted is made again after a start from this step
+            return at_step <= min(step, evaluated)
+        case "spike":  # one that made the run go back to a checkpoint has the step of this checkpoint
+            return at_step <= step and record.get("consumed_samples", 0) <= consumed
+        case _:
+            return at_step <= step
 
 
 _KEY = "Engine.loggers"
