@@ -53,6 +53,4 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
             kind = f"the name of a configuration ends in {', '.join(_FILES)}"
         raise ConfigError(f"{kind}; a command line comes after --", key="FILE", value=first)
     known, argv = (dialect_named(dialect), list(words)) if dialect else dialect_of_arguments(words)
-    if known.of_arguments is None:
-        raise ConfigError(f"{known.title} has no command line; name its file", key="FILE", value=first)
     return known.of_arguments(argv)
