@@ -28,6 +28,7 @@ _COURSE = {
     "name": None,
     "decay_style": "linear",
     "min_lr": 0.0,
+    "unit": "step",
     "decay_steps": None,
     "warmup_steps": None,
     "warmup_rate": 0.03,

@@ -80,7 +80,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
     length = TrainingLength.of(cfg, train_loader.samples_per_epoch)
-    schedule = build_schedule(cfg.Optimizer, length.max_steps)
+    schedule = build_schedule(cfg.Optimizer, cfg.Optimizer.lr.length_of(length.max_steps, cfg.batch))
     log.info(schedule.describe())
     fingerprints = {
         "data": train_loader.fingerprint,
@@ -128,8 +128,8 @@ def _go_back(
     if not start.resumes:
         return None
     engine.schedule = start.restore(engine.runner, engine.schedule, fingerprints, cfg)
-    # The samples up to the spike are skipped.
-    start.state.consumed_samples, start.state.data_start = consumed_samples, engine.state.data_start
+    start.state.skip_to(consumed_samples)
+    start.state.data_start = engine.state.data_start
     engine.state = start.state
     with joint_errors(ctx):
         callbacks.load_state(start.checkpoint.state.get("callbacks", {}))

@@ -80,6 +80,16 @@ class BatchPlan:
             steps -= 1
         return consumed + steps * self.global_batch_size
 
+    def steps_in(self, samples: int) -> int:
+        """The number of whole steps that a run can take with ``samples`` sequences."""
+        steps = consumed = 0
+        while self.ramp is not None and consumed < self.ramp.samples:
+            consumed += self.ramp.size_at(consumed)
+            if consumed > samples:
+                return steps
+            steps += 1
+        return steps + (samples - consumed) // self.global_batch_size
+
 
 def resolve_batch(
     global_size: int | None,

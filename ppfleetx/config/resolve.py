@@ -192,7 +192,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
     if cfg.Engine.run_mode == "epoch":  # Only the data determine the length of an epoch.
         return cfg
     lr = cfg.Optimizer.lr
-    decay_steps = lr.decay_steps or cfg.Engine.max_steps
+    decay_steps = lr.decay_steps or lr.length_of(cfg.Engine.max_steps, batch)
     return cfg.changed("Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
 
 
@@ -271,15 +271,15 @@ def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
     if lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),
-            f"a warm-up of {counted(lr.num_warmup_steps, 'step', 'g')} is longer than the schedule of "
-            f"{counted(decay, 'step')}; to train only the first steps of a longer one, set decay_steps to "
+            f"a warm-up of {counted(lr.num_warmup_steps, lr.unit, 'g')} is longer than the schedule of "
+            f"{counted(decay, lr.unit)}; to train only the first steps of a longer one, set decay_steps to "
             "its length",
         )
     if (lr.wsd_decay_steps or 0) + lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.wsd_decay_steps", "Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps"),
             f"warm-up ({lr.num_warmup_steps:g}) and final decay ({lr.wsd_decay_steps}) are longer than the "
-            f"schedule of {counted(decay, 'step')}",
+            f"schedule of {counted(decay, lr.unit)}",
         )
 
 

@@ -1,8 +1,8 @@
-"""Learning-rate and weight-decay schedules as pure functions of the optimizer step, which counts from 1. The
-formulas are those of Megatron's parameter scheduler, in steps instead of samples.
+"""Learning-rate and weight-decay schedules as pure functions of the optimizer step, which counts from 1, or
+of the training samples up to the end of a step. The formulas are those of Megatron's parameter scheduler.
 
-After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step n. After step
-``decay_steps``, the rate is ``min_lr``, unless the function is registered with
+After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step (or sample) n.
+After ``decay_steps``, the rate is ``min_lr``, unless the function is registered with
 ``ScheduleTraits(decays=False)``.
 """
 
@@ -25,8 +25,8 @@ from ppfleetx.utils.log import get_logger
 class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them.
 
-    After step ``decay_steps``, the learning rate stays at ``min_lr``, unless ``decay_style`` is registered
-    with ``decays=False``.
+    After ``decay_steps``, the learning rate stays at ``min_lr``, unless ``decay_style`` is registered with
+    ``decays=False``. ``unit`` is what all lengths count: ``step`` or ``sample``.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.
@@ -44,12 +44,17 @@ class Schedule:
     end_weight_decay: float = 0.01
     weight_decay_style: str = "constant"
     weight_decay_steps: int = 1
+    unit: str = "step"
 
     def __post_init__(self) -> None:
         _check_lengths(self)
 
+    def position(self, *, steps: int, samples: int) -> int:
+        """Return the position of a step in the schedule: the number of steps or of samples up to its end."""
+        return samples if self.unit == "sample" else steps
+
     def lr(self, step: int) -> float:
-        """Return the learning rate of step ``step`` (from 1). Raises ConfigError if it is negative or not
+        """Return the learning rate at position ``step`` (from 1). Raises ConfigError if it is negative or not
         finite."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
@@ -61,12 +66,12 @@ class Schedule:
         rate = SCHEDULES.make(self.decay_style, step, self)
         if isinstance(rate, Real) and math.isfinite(rate) and rate >= 0:
             return rate
-        rule = f"must return a finite number, 0 or more, as the learning rate of step {step}"
+        rule = f"must return a finite number, 0 or more, as the learning rate of {self.unit} {step}"
         raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """Return the weight decay of step ``step`` (from 1): constant, or a linear or cosine ramp that ends
-        at step ``weight_decay_steps``."""
+        """Return the weight decay at position ``step`` (from 1): constant, or a linear or cosine ramp that
+        ends at ``weight_decay_steps``."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
         ratio = min(step / self.weight_decay_steps, 1.0)
@@ -77,15 +82,15 @@ class Schedule:
     def describe(self) -> str:
         text = f"{self.decay_style} learning rate, peak {self.max_lr:g}"
         if SCHEDULES.traits(self.decay_style).decays:
-            text += f", floor {self.min_lr:g} at step {self.decay_steps}"
+            text += f", floor {self.min_lr:g} at {self.unit} {self.decay_steps}"
         if self.warmup_steps:
-            text += f", warm-up {counted(self.warmup_steps, 'step', 'g')} from 0"
+            text += f", warm-up {counted(self.warmup_steps, self.unit, 'g')} from 0"
         if self.decay_style == "wsd":
             text += f", {self.wsd_decay_style} decay over the last {self.wsd_decay_steps}"
         text += f"; weight decay {self.end_weight_decay:g}"
         if self.weight_decay_style != "constant":
             text += f" ({self.weight_decay_style} from {self.start_weight_decay:g}"
-            text += f" over {counted(self.weight_decay_steps, 'step')})"
+            text += f" over {counted(self.weight_decay_steps, self.unit)})"
         return text
 
     def state(self) -> dict[str, Any]:
@@ -118,8 +123,8 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     ``Engine.save_load.lr_schedule``: ``config`` takes ``configured``, and ``checkpoint`` takes ``saved``.
     ``strict`` raises CheckpointError if the two differ. CheckpointError is also raised if ``saved`` is needed
     and cannot be read."""
-    if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
-        saved = {name: value for name, value in saved.items() if name != "init_lr"}
+    if isinstance(saved, Mapping):
+        saved = _of_this_version(saved)
     if policy == "config":
         if saved != configured.state():
             get_logger().warning(
@@ -141,19 +146,25 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     return configured
 
 
-def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
-    """Build the schedule of section ``Optimizer``, in optimizer steps.
+def _of_this_version(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a schedule from an older checkpoint with the fields of this version."""
+    return {"unit": "step"} | {key: value for key, value in saved.items() if (key, value) != ("init_lr", 0.0)}
+
+
+def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
+    """Build the schedule of section ``Optimizer``.
 
     Args:
-        max_steps: number of optimizer steps of the run. It is the length of a weight-decay ramp, and the
-            default of ``decay_steps``.
+        length: number of optimizer steps of the run, or of training samples if the schedule counts those
+            (``LRConfig.length_of``). It is the length of a weight-decay ramp, and the default of
+            ``decay_steps``.
 
     Raises:
         ConfigError: the lengths do not fit together, or the learning rate is not valid at the first step
             after the warm-up or at step ``decay_steps``.
     """
     lr = cfg_optimizer.lr
-    decay_steps = lr.decay_steps or max_steps
+    decay_steps = lr.decay_steps or length
     of_rate = (lr.warmup_rate or 0.0) * decay_steps
     wsd_steps = lr.wsd_decay_steps or max(1, decay_steps // 10)
     schedule = Schedule(
@@ -164,14 +175,15 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
         decay_style=lr.decay_style,
         wsd_decay_steps=wsd_steps if lr.decay_style == "wsd" else None,
         wsd_decay_style=lr.wsd_decay_style,
-        **_weight_decay(cfg_optimizer, max_steps),
+        **_weight_decay(cfg_optimizer, length),
+        unit=lr.unit,
     )
     for step in (math.floor(schedule.warmup_steps) + 1, max(schedule.decay_steps, 1)):
         schedule.lr(step)
     return schedule
 
 
-def _weight_decay(cfg_optimizer: OptimizerConfig, max_steps: int) -> dict[str, Any]:
+def _weight_decay(cfg_optimizer: OptimizerConfig, length: int) -> dict[str, Any]:
     ramp = cfg_optimizer.weight_decay_schedule
     if ramp is None:
         constant = cfg_optimizer.weight_decay
@@ -180,7 +192,7 @@ def _weight_decay(cfg_optimizer: OptimizerConfig, max_steps: int) -> dict[str, A
         "start_weight_decay": ramp.start,
         "end_weight_decay": ramp.end,
         "weight_decay_style": ramp.style,
-        "weight_decay_steps": max_steps,
+        "weight_decay_steps": length,
     }
 
 

@@ -51,6 +51,9 @@ def test_sizes_are_those_of_megatron() -> None:
     plan = resolve_batch(40, None, 8, None, data_size=1, ramp=(16, 8, 300))
     assert [plan.consumed_after(n) for n in (1, 2, len(sizes))] == [16, 32, consumed]
     assert plan.consumed_after(2, 400) == 480
+    for steps in range(1, len(sizes) + 3):
+        samples = plan.consumed_after(steps)
+        assert (plan.steps_in(samples - 1), plan.steps_in(samples)) == (steps - 1, steps)
 
 
 def test_no_sample_is_skipped_or_read_twice_by_any_number_of_ranks() -> None:
@@ -88,6 +91,31 @@ def test_a_run_resumes_within_the_ramp_and_any_plan_trains_the_same(tool: Tool, 
     for one, other in zip(progress(whole), progress(wide), strict=True):
         assert one[:2] == other[:2]
         assert one[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def test_rates_follow_samples_also_over_a_stop(tool: Tool, tmp_path: Path) -> None:
+    rates = ("Optimizer.lr.unit=sample", "Optimizer.lr.warmup_steps=5", "Optimizer.lr.decay_style=linear")
+    decay = "Optimizer.weight_decay_schedule={start: 0.0, end: 0.3}"
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    tool.ok(whole, *RAMP, *rates, decay, "Engine.max_steps=6")
+
+    def found(output_dir: Path) -> list[tuple[float, float]]:
+        return [(record["lr"], record["weight_decay"]) for record in records(output_dir, "train")]
+
+    peak, last = load_config(NANO).Optimizer.lr.max_lr, load_config(NANO).Optimizer.lr.min_lr
+    expected = []
+    for samples in (2, 4, 8, 14, 22, 30):  # the rate that Megatron-LM prints after so many samples
+        left = (30 - samples) / (30 - 5)
+        expected.append(peak * samples / 5 if samples <= 5 else last + (peak - last) * left)
+    assert [rate for rate, _ in found(whole)] == pytest.approx(expected, rel=1e-9)
+    assert [rate for _, rate in found(whole)] == pytest.approx([n / 100 for n in (2, 4, 8, 14, 22, 30)])
+
+    given = (*RAMP, *rates, "Optimizer.lr.decay_steps=30")
+    tool.ok(halves, *given, "Engine.max_steps=2")
+    tool.ok(halves, *given, "Engine.max_steps=6", "Engine.save_load.resume=auto")
+    assert [rate for rate, _ in found(halves)] == [rate for rate, _ in found(whole)]
+    message = tool.refused(halves, *RAMP, "Engine.max_steps=7", "Engine.save_load.resume=auto")
+    assert "unit: step now, sample saved" in message
 
 
 def test_the_ramp_goes_on_where_the_data_start_from_the_beginning(tool: Tool, tmp_path: Path) -> None:

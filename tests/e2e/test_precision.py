@@ -81,6 +81,25 @@ def test_a_skipped_step_uses_its_samples_and_moves_nothing_else(whole, train):
             scale, quiet = scale * 2, 0
 
 
+def test_samples_of_skipped_steps_do_not_count_for_the_rate(train):
+    lengths = {
+        "unit": "sample",
+        "warmup_steps": 0,
+        "decay_steps": 1000,
+        "decay_style": "linear",
+        "min_lr": 0.0,
+    }
+    growing = {"Global__rampup_batch_size": "[4,4,60]", "Engine__max_steps": 10}
+    given = {f"Optimizer__lr__{name}": value for name, value in lengths.items()}
+    taken = before = 0
+    for record in records(train("growing", HALF, **given, **growing, Optimizer__lr__max_lr=1.0)):
+        size = record["consumed_samples"] - before
+        assert record["lr"] == pytest.approx(1 - (taken + size) / 1000)
+        taken += 0 if record["found_inf"] else size
+        before = record["consumed_samples"]
+    assert 0 < taken < before
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("save_at", "hysteresis"), [(2, 1), (10, 1), (2, 3)])
 def test_a_resumed_run_repeats_the_uninterrupted_one(train, save_at, hysteresis):

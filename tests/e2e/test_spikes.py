@@ -64,6 +64,22 @@ def test_a_spike_is_left_out_the_same_under_any_plan(pools, corpus, tmp_path, ac
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_samples_left_out_do_not_count_for_the_rate(pools, corpus, tmp_path, action):
+    course = {
+        "Optimizer.lr.decay_style": "linear",
+        "Optimizer.lr.warmup_steps": 0,
+        "Optimizer.lr.min_lr": 0.0,
+    }
+    for unit, size in {"step": 1, "sample": GLOBAL_BATCH}.items():
+        lengths = {**course, "Optimizer.lr.unit": unit, "Optimizer.lr.decay_steps": 100 * size}
+        assert run(pools, corpus, tmp_path / unit, action, ParallelPlan(), overrides=lengths) == [""]
+    by_step, by_sample = (
+        [record["lr"] for record in records(tmp_path / unit, "train")] for unit in ("step", "sample")
+    )
+    assert by_sample == pytest.approx(by_step, rel=1e-12)
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
 def test_a_resumed_run_decides_as_one_that_was_not_interrupted(pools, corpus, tmp_path, action):
     one = ParallelPlan()
     early = {"Engine.max_steps": 4, "Optimizer.lr.decay_steps": 100}

@@ -181,16 +181,16 @@ def test_the_norm_of_no_gradients_is_zero():
 
 def test_schedule_from_the_optimizer_section():
     lr = LRConfig(name="CosineAnnealingWithWarmupDecay", max_lr=1e-3, min_lr=1e-4, warmup_rate=0.1)
-    schedule = build_schedule(section(lr=lr), max_steps=200)
+    schedule = build_schedule(section(lr=lr), length=200)
     assert (schedule.warmup_steps, schedule.decay_steps, schedule.decay_style) == (20, 200, "cosine")
     assert schedule.weight_decay(7) == 0.1
     ramp = WeightDecayScheduleConfig(start=0.0, end=0.2)
     lr = LRConfig(decay_style="wsd", warmup_steps=5, decay_steps=100)
-    schedule = build_schedule(section(lr=lr, weight_decay_schedule=ramp), max_steps=200)
+    schedule = build_schedule(section(lr=lr, weight_decay_schedule=ramp), length=200)
     assert (schedule.warmup_steps, schedule.wsd_decay_steps) == (5, 10)
     assert schedule.weight_decay(100) == pytest.approx(0.1)
     with pytest.raises(ConfigError, match="not exceed decay_steps"):
-        build_schedule(section(lr=LRConfig(warmup_steps=11)), max_steps=10)
+        build_schedule(section(lr=LRConfig(warmup_steps=11)), length=10)
 
 
 class Still(Rule):

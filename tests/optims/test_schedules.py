@@ -1,12 +1,13 @@
 """Schedules against the values Megatron's scheduler prints (max 1.5e-4, min 1e-5, W 3200, D 320000)."""
 
+import math
 import re
 
 import pytest
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.registries import SCHEDULES
-from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
+from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig, WeightDecayScheduleConfig
 from ppfleetx.optims.schedules import Schedule, build_schedule, resume_schedule
 
 MEGATRON = {"max_lr": 1.5e-4, "min_lr": 1e-5, "warmup_steps": 3200, "decay_steps": 320000}
@@ -40,6 +41,26 @@ def test_wsd_of_megatron(style, expected):
     assert schedule.lr(288000) == pytest.approx(expected, rel=2e-9)
     assert schedule.lr(256000) == 1.5e-4
     assert schedule.lr(320000) == pytest.approx(1e-5)
+
+
+def test_samples_are_counted_as_in_megatron():
+    """Before a step, Megatron has counted its samples; its rate for the next one is the one of this step."""
+    sizes = [2] * 5 + [4] * 5 + [8] * 10
+    lr = LRConfig(unit="sample", max_lr=1.0, min_lr=0.1, warmup_steps=13, decay_steps=90)
+    decay = WeightDecayScheduleConfig(start=0.0, end=0.1)
+    schedule = build_schedule(OptimizerConfig(lr=lr, weight_decay_schedule=decay), length=sum(sizes))
+    for step in range(1, len(sizes) + 1):
+        num = sum(sizes[:step])
+        if num <= 13:
+            rate = 1.0 * num / 13
+        elif num > 90:
+            rate = 0.1
+        else:
+            rate = 0.1 + 0.9 * 0.5 * (math.cos(math.pi * (num - 13) / (90 - 13)) + 1)
+        position = schedule.position(steps=step, samples=num)
+        assert schedule.lr(position) == pytest.approx(rate, rel=1e-12)
+        assert schedule.weight_decay(position) == pytest.approx(0.1 * num / sum(sizes))
+    assert "at sample 90" in schedule.describe()
 
 
 def test_first_step_is_not_zero_and_warmup_ends_at_the_peak():
@@ -94,13 +115,13 @@ def test_a_schedule_of_ones_own_that_gives_no_rate_is_refused_with_its_name(monk
     SCHEDULES.register("own", course)
     section = OptimizerConfig(lr=LRConfig(decay_style="own", warmup_steps=4, decay_steps=10))
     with pytest.raises(ConfigError, match=r"Optimizer\.lr\.decay_style = 'own': .*" + re.escape(said)):
-        build_schedule(section, max_steps=20)
+        build_schedule(section, length=20)
 
 
 def test_a_schedule_of_ones_own_may_fail_later(monkeypatch):
     monkeypatch.setattr(SCHEDULES, "_entries", {**SCHEDULES._entries})
     SCHEDULES.register("own", lambda n, schedule: None if n == 7 else 1)
-    schedule = build_schedule(OptimizerConfig(lr=LRConfig(decay_style="own", decay_steps=10)), max_steps=20)
+    schedule = build_schedule(OptimizerConfig(lr=LRConfig(decay_style="own", decay_steps=10)), length=20)
     assert schedule.lr(6) == 1
     with pytest.raises(ConfigError, match="learning rate of step 7; it returns None"):
         schedule.lr(7)
@@ -113,6 +134,7 @@ def test_state_round_trip_and_resume_policies():
     assert resume_schedule("checkpoint", configured, saved.state()) == saved
     assert resume_schedule("config", configured, saved.state()) == configured
     older = saved.state() | {"init_lr": 0.0}
+    del older["unit"]
     assert resume_schedule("checkpoint", configured, older) == saved
     with pytest.raises(CheckpointError, match=r"max_lr: 0.0003 now, 0.00015 saved"):
         resume_schedule("strict", configured, saved.state())

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -31,8 +32,9 @@ _STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWa
 class LRConfig(Section):
     """Learning rate as a function of the optimizer step n = 1, 2, ...
 
-    After a linear warm-up to `max_lr` (`max_lr * n / warmup`), the rate follows `decay_style` up to step
-    `decay_steps`, and is `min_lr` afterwards. `constant` stays at `max_lr`. `inverse_square_root` is
+    If `unit` is `sample`, n is instead the number of training samples up to the end of the step. After a
+    linear warm-up to `max_lr` (`max_lr * n / warmup`), the rate follows `decay_style` up to
+    n = `decay_steps`, and is `min_lr` afterwards. `constant` stays at `max_lr`. `inverse_square_root` is
     `max_lr * sqrt(warmup / n)`, but at least `min_lr`.
     """
 
@@ -45,10 +47,14 @@ class LRConfig(Section):
     """Highest learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Lowest learning rate after the warm-up."""
+    unit: Literal["step", "sample"] = "step"
+    """What `warmup_steps`, `decay_steps`, `wsd_decay_steps` and the curve of `weight_decay_schedule` count:
+    optimizer steps, or training samples, as Megatron-LM does with `--train-samples`. They differ where the
+    batch grows (`Global.rampup_batch_size`). Steps without an update do not count."""
     decay_steps: PositiveInt | None = None
-    """Optimizer step after which the rate is `min_lr`; null: all steps of the run."""
+    """Optimizer step (or sample) after which the rate is `min_lr`; null: all of the run."""
     warmup_steps: CountInt | None = None
-    """Optimizer steps of the warm-up; excludes `warmup_rate`."""
+    """Optimizer steps of the warm-up (or samples); excludes `warmup_rate`."""
     warmup_rate: Fraction | None = None
     """Warm-up as a fraction of `decay_steps`; excludes `warmup_steps`."""
     wsd_decay_steps: PositiveInt | None = None
@@ -56,9 +62,14 @@ class LRConfig(Section):
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of `wsd`."""
 
+    def length_of(self, steps: int, batch: BatchPlan) -> int:
+        """The number of optimizer steps ``steps`` from the start of a run, in the schedule's ``unit``."""
+        return batch.consumed_after(steps) if self.unit == "sample" else steps
+
     @property
     def num_warmup_steps(self) -> float:
-        """The length of the warm-up in optimizer steps, not rounded if it follows from ``warmup_rate``.
+        """The length of the warm-up in the schedule's ``unit``, not rounded if it follows from
+        ``warmup_rate``.
 
         Raises:
             RuleError: ``warmup_rate`` is given without ``decay_steps``.
@@ -110,7 +121,8 @@ class GradClipConfig(Section):
 class WeightDecayScheduleConfig(Section):
     """Weight decay that changes over the run, from `start` to `end`.
 
-    Step n of N has the value at the fraction n / N of the curve from `start` to `end`.
+    Step n of N has the value at the fraction n / N of the curve from `start` to `end`. `Optimizer.lr.unit`
+    says whether steps or samples count.
     """
 
     start: NonNegativeFloat

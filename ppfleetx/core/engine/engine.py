@@ -278,9 +278,12 @@ class Engine:
         Returns the batches to continue with if the run went back to a checkpoint, else None."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
-        step, scheduled = self.state.step + 1, self.state.schedule_step + 1
+        step, batch_size = self.state.step + 1, self.cfg.batch.size_at(self.state.consumed_samples)
         if self._guard is not None:
             self._guard.expect(step)
+        scheduled = self.schedule.position(
+            steps=self.state.schedule_step + 1, samples=self.state.schedule_samples + batch_size
+        )
         lr, weight_decay = self.schedule.lr(scheduled), self.schedule.weight_decay(scheduled)
         try:
             output = self.runner.train_step(
@@ -299,10 +302,10 @@ class Engine:
             if moved is not None:
                 return moved
         epoch, batch = self._position()
-        batch_size = self.cfg.batch.size_at(self.state.consumed_samples)
         num_tokens = batch_size * self._seq_len
         self.state.step = step
         self.state.skipped_steps += output.skipped
+        self.state.skipped_samples += batch_size if output.skipped else 0
         self.state.consumed_samples += batch_size
         self.state.epoch = self._position()[0]
         done = time.perf_counter()

@@ -26,6 +26,8 @@ class TrainState:
         epoch: number of completed passes over the training split.
         skipped_steps: number of steps without an update, because gradients overflowed or the loss or the
             gradient norm was a spike.
+        skipped_samples: number of consumed samples without an update: those of skipped steps, and those
+            passed over after a spike.
         evaluated_step: step of the last complete evaluation.
         best: best evaluation result so far: the negative loss or the mean of the metrics, as
             ``Engine.save_load.keep_best`` says. Larger is better.
@@ -38,6 +40,7 @@ class TrainState:
     data_start: int = 0
     epoch: int = 0
     skipped_steps: int = 0
+    skipped_samples: int = 0
     evaluated_step: int = -1
     best: float | None = None
     best_step: int = -1
@@ -47,6 +50,16 @@ class TrainState:
     def schedule_step(self) -> int:
         """The number of steps that were not skipped, on which learning rate and weight decay depend."""
         return self.step - self.skipped_steps
+
+    @property
+    def schedule_samples(self) -> int:
+        """The number of samples in these steps."""
+        return self.consumed_samples - self.skipped_samples
+
+    def skip_to(self, consumed_samples: int) -> None:
+        """Pass over the samples up to ``consumed_samples``, without a step."""
+        self.skipped_samples += consumed_samples - self.consumed_samples
+        self.consumed_samples = consumed_samples
 
     @property
     def data_position(self) -> int:
