@@ -13,6 +13,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.dialects.key_tables import Kind
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, of_arguments, of_file
+from ppfleetx.optims.schedules import build_schedule
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -366,10 +367,53 @@ def test_schedules():
     )
     lr = parts.Optimizer.lr
     assert (lr.decay_steps, lr.num_warmup_steps) == (50, 2.5)
+    short = loaded(
+        "--train-samples 803 --lr-decay-style WSD --lr-wsd-decay-samples 80", without="--train-iters"
+    )
+    assert short.Optimizer.lr.wsd_decay_steps == 10
     course = loaded("--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.2")
     assert course.Optimizer.weight_decay_schedule.style == "cosine"
     plain = loaded().Optimizer
     assert (plain.lr.decay_style, plain.weight_decay, plain.name) == ("linear", 0.01, "AdamW")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "warmup", "decay"),
+    [
+        ("--lr-warmup-samples 13 --lr-decay-samples 333", 13, 333),
+        ("--lr-warmup-fraction 0.05 --min-lr 1e-4", 0.05 * 403, 403),
+    ],
+)
+def test_the_rates_of_a_batch_that_grows_are_those_of_megatron(lengths, warmup, decay):
+    cfg = loaded(f"--rampup-batch-size 2 2 50 --train-samples 403 {lengths}", without="--train-iters")
+    assert cfg.Global.rampup_batch_size == (2, 2, 50)
+    lr = cfg.Optimizer.lr
+    schedule = build_schedule(cfg.Optimizer, lr.length_of(cfg.Engine.max_steps, cfg.batch))
+    samples = steps = 0
+    while True:  # Megatron-LM's calculator of batch sizes, and its scheduler after each update
+        size = 8 if samples > 50 else 2 + 2 * int(samples / (50 / 3))
+        if samples + size > 403:
+            break
+        samples, steps = samples + size, steps + 1
+        part = 1 - (samples - warmup) / (decay - warmup)
+        rate = 1e-3 * samples / warmup if samples <= warmup else lr.min_lr + (1e-3 - lr.min_lr) * max(0, part)
+        assert cfg.batch.consumed_after(steps) == samples
+        assert schedule.lr(schedule.position(steps=steps, samples=samples)) == pytest.approx(rate, rel=1e-9)
+    assert cfg.Engine.max_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("2 2 50 --lr-decay-iters 40", "give --lr-decay-samples"),
+        ("2 2 50 --lr-warmup-iters 4", "give --lr-warmup-samples"),
+        ("2 2", "must be three numbers"),
+        ("2 4 50", "from 2 to the global batch of 8 by 4"),
+        ("3 1 50", "which is not a multiple of micro_batch_size"),
+    ],
+)
+def test_what_a_growing_batch_cannot_be(arguments, words):
+    assert words in refusal(f"--train-samples 403 --rampup-batch-size {arguments}", without="--train-iters")
 
 
 def test_data():
@@ -534,7 +578,7 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ),
         ("--tensor-modell-parallel-size 2", "Did you mean tensor_model_parallel_size"),
         ("--num-layers 6", "is already given (argument 1)"),
-        ("--rampup-batch-size 16 16 100", "Global.rampup_batch_size"),
+        ("--rampup-batch-size 2 2 100", "counts samples, so the length of the run must too"),
         ("--lr-decay-tokens 1000", "lengths are given in steps: use --train-iters"),
         ("--fp16 --bf16", "a run computes in one precision"),
         ("--bf16 --fp32-residual-connection", "adds the branches of a block in 16 bits too"),

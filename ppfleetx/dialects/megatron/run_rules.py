@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 
+from ppfleetx.config.batch_sizes import BatchPlan, Ramp
 from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.dialects.user_values import Given
 from ppfleetx.utils.devices import CPU, GPU, NPU, device_for_recipe, expected_device
@@ -19,6 +20,7 @@ _TYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+_RAMP = "rampup_batch_size"
 _FP16 = "deepspeed_config.fp16"
 _CURRICULUM = "deepspeed_config.curriculum_learning"
 
@@ -50,7 +52,25 @@ def batches(run: Translation) -> None:
         if "train_iters" in run:
             raise run.conflict(("train_iters", "train_samples"), "the length is given in one way")
         steps = int(_steps(run, "train_samples", least=1))
-        run.put("Engine.max_steps", steps, "train_samples", "global_batch_size")
+        if _RAMP in run:
+            steps = _ramp(run).steps_in(run.integer("train_samples"))
+        run.put("Engine.max_steps", steps, "train_samples", "global_batch_size", _RAMP)
+    elif _RAMP in run:
+        raise run.error(_RAMP, "counts samples, so the length of the run must too: give --train-samples")
+
+
+def _ramp(run: Translation) -> BatchPlan:
+    """Translate the growing batch. Returns its sizes; the configuration checks later that they suit ranks and
+    micro batches."""
+    numbers, size = run.value(_RAMP), run.integer("global_batch_size")
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) != 3
+        or any(type(n) is not int or n < 1 for n in numbers)
+    ):
+        raise run.error(_RAMP, "must be three numbers of at least 1: start, increment, samples")
+    run.put("Global.rampup_batch_size", numbers, _RAMP)
+    return BatchPlan(size, size, size, 1, Ramp(*numbers, full=size))
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
@@ -198,9 +218,12 @@ def _weight_decay(run: Translation) -> None:
 
 def schedule(run: Translation) -> None:
     """Translate those options of Megatron's learning-rate schedule that depend on each other."""
-    _decay(run)
-    if "lr_warmup_samples" in run and (steps := _steps(run, "lr_warmup_samples")):
-        _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
+    if run.native["Optimizer.lr.decay_style"].value == "wsd":
+        run.put("Optimizer.lr.wsd_decay_style", run.value("lr_wsd_decay_style"), "lr_wsd_decay_style")
+    if _RAMP in run:
+        _in_samples(run)
+    else:
+        _in_steps(run)
     names = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
     chosen = [name for name in names if run.flag(name, False)]
     if len(chosen) > 1:
@@ -210,16 +233,38 @@ def schedule(run: Translation) -> None:
         run.put("Engine.save_load.lr_schedule", which, name)
 
 
-def _decay(run: Translation) -> None:
-    prefix, name = "Optimizer.lr", "lr_decay_samples"
-    if name in run:
-        steps = _steps(run, name, least=0.5)
-        run.put(f"{prefix}.decay_steps", round(steps), name, "global_batch_size")
-        if steps != round(steps):
-            run.notes.append(f"the rate decays in {round(steps)} steps; there in {steps:.2f}")
+def _in_samples(run: Translation) -> None:
+    """Translate the lengths of the schedule of a batch that grows. They stay numbers of samples."""
+    prefix = "Optimizer.lr"
+    for name in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
+        if run.value(name):
+            rule = f"counts steps, of different sizes here: give --{name.replace('_', '-')[:-5]}samples"
+            raise run.conflict((name, _RAMP), rule)
+    run.put(f"{prefix}.unit", "sample", _RAMP)
+    decay = next(name for name in ("lr_decay_samples", "train_samples") if name in run)
+    run.put(f"{prefix}.decay_steps", run.integer(decay, least=1), decay)
+    warmup = run.integer("lr_warmup_samples", least=0)
+    run.put(f"{prefix}.warmup_steps", warmup or None, "lr_warmup_samples")
     if run.native[f"{prefix}.decay_style"].value == "wsd":
-        for key in ("wsd_decay_iters", "wsd_decay_style"):
-            run.put(f"{prefix}.{key.replace('iters', 'steps')}", run.value(f"lr_{key}"), f"lr_{key}")
+        wsd = "lr_wsd_decay_samples"
+        run.put(f"{prefix}.wsd_decay_steps", run.integer(wsd, least=1), wsd)
+
+
+def _in_steps(run: Translation) -> None:
+    prefix = "Optimizer.lr"
+    lengths = {"lr_decay_samples": "decay_steps"}
+    if run.native[f"{prefix}.decay_style"].value == "wsd":
+        run.put(f"{prefix}.wsd_decay_steps", run.value("lr_wsd_decay_iters"), "lr_wsd_decay_iters")
+        lengths["lr_wsd_decay_samples"] = "wsd_decay_steps"
+    for name, key in lengths.items():
+        if name not in run:
+            continue
+        steps = _steps(run, name, least=0.5)
+        run.put(f"{prefix}.{key}", round(steps), name, "global_batch_size")
+        if steps != round(steps):
+            run.notes.append(f"{name} are {round(steps)} steps here; there {steps:.2f}")
+    if "lr_warmup_samples" in run and (steps := _steps(run, "lr_warmup_samples")):
+        _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
 
 
 def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) -> None:
