@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,14 +116,22 @@ def draw(
     figure, (rates, curve) = pyplot.subplots(1, 2, figsize=(9, 3.6))
     for inputs in depths:
         losses = [found[inputs.depth, factor] for factor in factors]
-        rates.plot(factors, losses, marker="o", label=f"depth {inputs.depth}")
+        rates.plot(factors, losses, marker="o")
+        rates.annotate(
+            f"depth {inputs.depth}", (1, losses[factors.index(1)]), xytext=(3, 5), textcoords="offset points"
+        )
     rates.set(xscale="log", xlabel="learning rate / the recipe's", ylabel="evaluation loss")
     rates.set_xticks(factors, [f"{factor:g}" for factor in factors], minor=False)
     rates.minorticks_off()
-    rates.legend(fontsize="small")
-    compute = [inputs.compute for inputs in depths]
-    curve.plot(compute, [found[inputs.depth, 1] for inputs in depths], marker="o", linestyle="")
-    curve.set(xscale="log", yscale="log", xlabel="compute, FLOPs", ylabel="loss at the recipe's rate")
+    compute = np.array([inputs.compute for inputs in depths])
+    losses = [found[inputs.depth, 1] for inputs in depths]
+    slope, offset = np.polyfit(np.log(compute), np.log(losses), 1)
+    curve.plot(compute, losses, marker="o", linestyle="")
+    curve.plot(compute, np.exp(offset) * compute**slope, color="gray", label=f"compute^{slope:.3f}")
+    for inputs, loss in zip(depths, losses, strict=True):
+        curve.annotate(f" {inputs.depth}", (inputs.compute, loss))
+    curve.set(xscale="log", xlabel="compute, FLOPs", ylabel="loss at the recipe's rate")
+    curve.legend()
     figure.tight_layout()
     figure.savefig(output, dpi=110)
 
