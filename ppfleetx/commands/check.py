@@ -27,12 +27,12 @@ from ppfleetx.models.gpt.spec import (
     parameter_specs,
     trained_count,
 )
-from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED, is_compiled
+from ppfleetx.nn.cpu_ops.compiled import obstacle
 from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.job import mean_states
 from ppfleetx.planner.report import memory_lines
-from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, expected_device, not_supported_reasons
+from ppfleetx.utils.devices import CPU, GPU, expected_device, not_supported_reasons
 from ppfleetx.utils.gpu_operators import host_operator_notes
 
 _MAX_GROUPS_SHOWN = 2
@@ -269,13 +269,12 @@ def _precision(cfg: RunConfig, device: str) -> str:
     precision = cfg.Engine.mix_precision
     if not precision.enable:
         return "float32"
-    if precision.enable == "auto" and device == CPU:
-        obstacle = cpu_obstacle(precision.dtype)
-        if obstacle is None and not is_compiled("bfloat16"):
-            obstacle = NOT_COMPILED
-        if obstacle is not None:
-            return f"float32 (Engine.mix_precision.enable is auto: {obstacle})"
+    missing = obstacle(precision.dtype) if device == CPU else None
+    if missing is not None and precision.enable == "auto":
+        return f"float32 (Engine.mix_precision.enable is auto: {missing})"
     text = f"{precision.dtype} {precision.level}"
+    if missing is not None:
+        text += f", which cannot start here: {missing}"
     if precision.dtype == "float16":
         kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"
         text += f", loss scale {kind} {precision.scale_loss:g}"

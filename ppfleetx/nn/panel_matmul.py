@@ -10,7 +10,7 @@ import math
 import paddle
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.cpu_ops.ops import WIDTH
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from ppfleetx.nn.layers import Linear, add_smaller
 from ppfleetx.utils.machine import available_fraction, back_by_huge_pages
 

@@ -16,8 +16,8 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec, parameter_specs
 from ppfleetx.nn.cost import Kernels, Recompute, Work
+from ppfleetx.nn.cpu_ops.compiled import obstacle
 from ppfleetx.planner.cards import Card
-from ppfleetx.utils.devices import cpu_obstacle
 
 Layer = tuple[BlockSpec, Recompute]
 """A block, and its part that the backward pass recomputes."""
@@ -274,7 +274,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()
     if card.kernels == "cpu":
-        rounds = mixed.enable is True or (mixed.enable == "auto" and cpu_obstacle(mixed.dtype) is None)
+        rounds = mixed.enable is True or (mixed.enable == "auto" and obstacle(mixed.dtype) is None)
         precision = Precision(rounds_products=rounds and not mixed.products_in_float32)
     elif mixed.enable is True or (mixed.enable and mixed.dtype in card.peak_tflops):
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)

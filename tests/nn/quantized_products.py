@@ -159,9 +159,9 @@ def _run(kind: str, x, panels, scales, bias, columns: int) -> np.ndarray:
 
 
 def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
-    from ppfleetx.nn.cpu_ops import build, ops, quantized
+    from ppfleetx.nn.cpu_ops import build, compiled, ops, quantized
 
-    options = [f"-march={march}" if option.startswith("-march") else option for option in ops.OPTIONS]
+    options = [f"-march={march}" if option.startswith("-march") else option for option in compiled.OPTIONS]
     options = [f"-DPANEL_WIDTH={width}" if option.startswith("-DPANEL") else option for option in options]
     if sanitize:
         options += [
@@ -174,7 +174,7 @@ def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
     library = directory / "quantized.so"
     ops.library_path = lambda _: library
     build.OPTIONS = tuple(options)
-    for command in build._commands(build.find_compiler(), ops.SOURCES["quantized"], library):
+    for command in build._commands(build.find_compiler(), compiled.SOURCES["quantized"], library):
         build._run([*command, "-fsanitize=address,undefined"] if sanitize else command)
     quantized.WIDTH = width
     assert ops.load("quantized")

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from ppfleetx.nn.cpu_ops.build import find_compiler
-from ppfleetx.nn.cpu_ops.ops import SOURCES
+from ppfleetx.nn.cpu_ops.compiled import SOURCES
 from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 # What GCC calls the CPU, columns of a panel, and the flags that the form needs beside those of any x86-64.

@@ -272,5 +272,7 @@ def test_operators_that_are_not_compiled(monkeypatch, tmp_path):
     cfg = load_config(NANO, ["Engine.mix_precision.enable=auto", "Engine.mix_precision.dtype=bfloat16"])
     monkeypatch.setattr(compiled, "BUILT", tmp_path)
     assert "float32 (Engine.mix_precision.enable is auto: operators are" in check_report(cfg)
-    (tmp_path / "bfloat16-1.so").touch()
+    (tmp_path / "bfloat16-1.so").touch()  # of another version
+    assert "float32 (Engine.mix_precision.enable is auto: operators are" in check_report(cfg)
+    compiled.library_path("bfloat16").touch()
     assert "bfloat16 O2" in check_report(cfg)

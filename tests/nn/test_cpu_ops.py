@@ -12,7 +12,7 @@ import pytest
 from ppfleetx.config.errors import UserError
 from ppfleetx.generation import processors
 from ppfleetx.nn import panel_matmul
-from ppfleetx.nn.cpu_ops import build, ops
+from ppfleetx.nn.cpu_ops import build, compiled, ops
 from ppfleetx.nn.panel_matmul import InferenceLinear, Panels
 from tests.helpers import programs
 
@@ -113,9 +113,9 @@ def test_a_library_that_cannot_be_loaded_is_said_and_left(
 
 
 def test_another_kind_of_machine_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ops.library_path("kernels")
-    monkeypatch.setattr(ops, "read_cpuinfo", lambda: "flags : sse2")
-    assert ops.library_path("kernels") != here
+    here = compiled.library_path("kernels")
+    monkeypatch.setattr(compiled, "read_cpuinfo", lambda: "flags : sse2")
+    assert compiled.library_path("kernels") != here
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int
     script = tmp_path / "compile.py"
     script.write_text(
         "import runpy, pathlib\n"
-        "from ppfleetx.nn.cpu_ops import ops\n"
-        f"ops.BUILT = pathlib.Path({str(tmp_path)!r}) / 'built'\n"
+        "from ppfleetx.nn.cpu_ops import compiled\n"
+        f"compiled.BUILT = pathlib.Path({str(tmp_path)!r}) / 'built'\n"
         "runpy.run_module('ppfleetx.nn.cpu_ops', run_name='__main__')\n"
     )
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
@@ -170,8 +170,8 @@ def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int
 
 
 def test_the_source_belongs_to_the_package() -> None:
-    configuration = tomllib.loads((ops.BUILT.parents[3] / "pyproject.toml").read_text())
+    configuration = tomllib.loads((compiled.BUILT.parents[3] / "pyproject.toml").read_text())
     files = configuration["tool"]["setuptools"]["package-data"]["ppfleetx"]
-    for source in (*ops.SOURCES.values(), *ops.BUILT.parent.glob("*.h")):
+    for source in (*compiled.SOURCES.values(), *compiled.BUILT.parent.glob("*.h")):
         path = source.relative_to(source.parents[2])
         assert any(path.match(pattern) for pattern in files), path

@@ -17,7 +17,7 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn import quantized
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
-from ppfleetx.nn.cpu_ops.ops import WIDTH
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.layers import Linear

@@ -17,7 +17,8 @@ from pathlib import Path
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops.ops import OPTIONS, SOURCES, library_path, load
+from ppfleetx.nn.cpu_ops.compiled import OPTIONS, SOURCES, library_path
+from ppfleetx.nn.cpu_ops.ops import load
 from ppfleetx.utils.devices import cpu_obstacle
 
 _MINUTES = 10

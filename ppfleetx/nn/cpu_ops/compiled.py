@@ -1,15 +1,54 @@
-"""Where compiled operators are. Does not import Paddle."""
+"""Names, sources and files of the operator libraries. Does not import Paddle."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
+from importlib.util import find_spec
 from pathlib import Path
+
+from ppfleetx.utils.devices import cpu_obstacle
+from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 BUILT = Path(__file__).with_name("built")
 HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops"
 NOT_COMPILED = f"operators are not compiled ({HOW_TO_MAKE} does that)"
 """Text for messages."""
+WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
+"""Number of columns of a panel, one tile of MKL's kernels: three registers of float32 with AVX-512, two with
+AVX2."""
+OPTIONS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
+    *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
+)
+"""Options for the compiler."""
+_NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
+SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
+"""Source file of each library. ``kernels`` has the operators of module ``ops``, each other library the
+operators of the module with its name."""
 
 
-def is_compiled(library: str) -> bool:
-    """Return whether an operator library is compiled, perhaps for another version of Paddle."""
-    return any(BUILT.glob(f"{library}-*.so"))
+def library_path(library: str) -> Path:
+    """Return the path of an operator library, which may not be compiled yet."""
+    # The name has a hash of Paddle's version, the options, the CPU and the source code, because a change of
+    # any of them needs a new library.
+    source = SOURCES[library]
+    cpuinfo = read_cpuinfo()
+    # On processors other than x86, Linux lists no flags; use the whole description.
+    cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    digest = hashlib.sha256(b"".join((*texts, _paddle_version())) + " ".join((*OPTIONS, *cpu)).encode())
+    return BUILT / f"{library}-{digest.hexdigest()[:16]}.so"
+
+
+def _paddle_version() -> bytes:
+    """Return the text of the file in which Paddle states its version and commit."""
+    paddle = find_spec("paddle")
+    if paddle is None or paddle.origin is None:
+        return b""
+    return (Path(paddle.origin).parent / "version" / "__init__.py").read_bytes()
+
+
+def obstacle(dtype: str) -> str | None:
+    """Return why this CPU does not compute in ``dtype`` (``float16`` or ``bfloat16``); None if it does."""
+    return cpu_obstacle(dtype) or (None if library_path("bfloat16").exists() else NOT_COMPILED)

@@ -9,48 +9,18 @@ remove compiled operators, delete the directory ``built``.
 from __future__ import annotations
 
 import functools
-import hashlib
-import platform
-from pathlib import Path
 
 import paddle
 from paddle import _C_ops
 from paddle.base import core
 
-from ppfleetx.nn.cpu_ops.compiled import BUILT, HOW_TO_MAKE
+from ppfleetx.nn.cpu_ops.compiled import HOW_TO_MAKE, library_path
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
-WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
-"""Number of columns of a panel, one tile of MKL's kernels: three registers of float32 with AVX-512, two with
-AVX2."""
 MOST_ROWS = 32
 """The most rows for which ``few_rows`` is always faster than MKL. In dynamic mode, products with more rows
 use MKL."""
-OPTIONS = (
-    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
-    *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
-)
-"""Options for the compiler."""
 _HOW_TO_MAKE = f"{HOW_TO_MAKE} compiles operators for this CPU (needs a C++ compiler)"
-_NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
-SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
-"""Source file of each library. ``kernels`` has the operators of this module, each other library the operators
-of the module with its name."""
-
-
-def library_path(library: str) -> Path:
-    """Return the path of an operator library, which may not be compiled yet."""
-    # The name has a hash of Paddle's version, the options, the CPU and the source code, because a change of
-    # any of them needs a new library.
-    source = SOURCES[library]
-    cpuinfo = read_cpuinfo()
-    # On processors other than x86, Linux lists no flags; use the whole description.
-    cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
-    kind = [paddle.__version__, paddle.version.commit, *OPTIONS, *cpu]
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
-    digest = hashlib.sha256(b"".join(texts) + " ".join(kind).encode())
-    return BUILT / f"{library}-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache

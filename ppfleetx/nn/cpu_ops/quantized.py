@@ -12,7 +12,7 @@ import paddle
 from paddle import _C_ops
 
 from ppfleetx.nn.cpu_ops import ops
-from ppfleetx.nn.cpu_ops.ops import WIDTH
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 
 BLOCK = 8
 """Number of input features that are read at once. Group sizes are multiples of it."""
