@@ -93,6 +93,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
         ("hf_gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("hf_gpt2", {"activation_function": "tanh"}, "activation_function 'tanh' of this gpt2"),
         ("hf_gpt2", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ("hf_llama", {"is_causal": False}, "is_causal"),
         ("hf_gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         *[
             ("hf_llama", {"quantization_config": scheme}, f"quantization_config{words}")

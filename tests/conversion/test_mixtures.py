@@ -89,6 +89,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path, change, words):
     [
         ("qwen3_moe", {"num_local_experts": 2}, "cannot choose 3 of 2 experts"),
         ("qwen3_moe", {"num_experts": 4}, r"num_local_experts \(8\) and num_experts \(4\) are the same key"),
+        ("qwen3_moe", {"num_experts_per_tok": "all"}, "num_experts_per_tok = 'all'"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("glm4_moe", {"n_group": 3}, "8 experts do not divide into 3 groups"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method"),
@@ -255,6 +256,12 @@ def test_published_files_have_no_key_that_is_not_known(name):
     assert unknown_keys(config) == []
     assert parameter_count(model) / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
     assert hf_config(model, "BF16")["model_type"] == config["model_type"]
+
+
+@pytest.mark.parametrize("key, value", [("kv_lora_rank", "512"), ("v_head_dim", 0), ("norm_topk_prob", 1)])
+def test_values_have_the_types_of_ours(key, value):
+    with pytest.raises(CheckpointError, match=f"{key} = {value!r} in config.json: must be"):
+        model_keys(PUBLISHED["DeepSeek-V3"] | {key: value})
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])

@@ -37,7 +37,8 @@ def hf_config(
     Raises CheckpointError if no Hugging Face network matches.
     """
     if original is not None and describes(original, model):
-        config = {key: value for key, value in original.items() if key != "dtype"}
+        # auto_map names programs that stay behind.
+        config = {key: value for key, value in original.items() if key not in ("dtype", "auto_map")}
     else:
         config = _config_of(model) | dict.fromkeys(_TOKENS) | dict(token_ids or {})
     return config | {"torch_dtype": NAME_OF_DTYPE[dtype]}

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError, UserError, shown
+from pydantic import TypeAdapter, ValidationError
+
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.field_annotations import annotation_at, describe
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
@@ -55,6 +58,7 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
     "is_encoder_decoder": (False,),
+    "is_causal": (True,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
     "per_layer_config": ({},),
@@ -100,7 +104,6 @@ _OF_OTHER_NETWORKS = {
 # Factors of networks we do not support; accepted only if 1.
 _FACTORS = {"scale_emb", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rope_ratio"}
 _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
-    "is_causal": (True,),
     "position_embedding_type": ("rope", "rotary"),
 }
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
@@ -123,14 +126,21 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if absent := [key for key in family.required if key not in hf_config]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
+    _check_values(config, family)
     quantization(config)
-    try:
-        _refuse_unsupported(config, kind, family)
-        return family.model_keys(config)
-    except UserError:
-        raise
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json has a value that no {kind} can have: {error}") from error
+    _refuse_unsupported(config, kind, family)
+    return family.model_keys(config)
+
+
+def _check_values(config: Mapping[str, Any], family: Family) -> None:
+    """Raise CheckpointError if a key has a value that the key of our ``Model`` section cannot have."""
+    for key in family.keys.keys() & config.keys():
+        kind = annotation_at(ModelConfig, family.keys[key][0].split()[0].split("."))
+        try:
+            TypeAdapter(kind).validate_python(config[key])
+        except ValidationError:
+            text = f"{key} = {shown(config[key])} in config.json: must be {describe(kind)}"
+            raise CheckpointError(text) from None
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:

@@ -52,13 +52,15 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
     """Return warnings about the rotary settings of a supported ``config.json``, one sentence each."""
-    if any("full_attention" in (config.get(place) or {}) for place in PLACES):
-        return []
-    _, given = _in_effect(config)
-    if _kind(given) == "dynamic":
+    places = [config.get(place) or {} for place in PLACES]
+    of_layers = [place["full_attention"] for place in places if "full_attention" in place]
+    if any(_kind(one) == "dynamic" for one in (*places, *of_layers)):
         return [
             "config.json has the rope scaling 'dynamic', which changes nothing up to max_position_embeddings"
         ]
+    if of_layers:
+        return []
+    _, given = _in_effect(config)
     scaling = rope_keys(config)["rope_scaling"]
     if scaling is None or scaling["type"] != "yarn" or not config.get("max_position_embeddings"):
         return []
