@@ -76,6 +76,8 @@ def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
     """Return the parameter groups of the registered optimizer: one group for a registered rule, or the groups
     that a registered function returns."""
     part = OPTIMIZERS.load(cfg.name)
+    own = OPTIMIZERS.traits(cfg.name).options
+    cfg = cfg.model_copy(update={"options": {key: cfg.options[key] for key in own if key in cfg.options}})
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)
     elif issubclass(part, UpdateRule):

@@ -13,7 +13,7 @@ from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import dense
 from ppfleetx.nn.stage import declare
 from ppfleetx.optims.adamw import AdamW
-from ppfleetx.optims.build import build_optimizer
+from ppfleetx.optims.build import build_optimizer, optimizer_groups
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm
 from ppfleetx.optims.param_groups import decays
 from ppfleetx.optims.rule import SGD, Group, ParamView, Rule, StateSpec, UpdateRule
@@ -243,6 +243,15 @@ def test_groups_have_rules_and_states_of_their_own(monkeypatch):
     optimizer.step(0.5, 0.1)
     np.testing.assert_allclose(params[1][1].numpy(), before - 0.5 * grads[params[1][0]], rtol=1e-6)
     assert {name for name, _ in optimizer.state()} == {name for name in SHAPES if "qkv.weight" not in name}
+
+
+def test_each_optimizer_gets_its_own_options(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    for name, option in (("Mine", "nu"), ("Other", "mu")):
+        OPTIMIZERS.register(name, SGD, traits=OptimizerTraits(states=0, options=(option,)))
+    group = {"kinds": ["bias"], "optimizer": "Other"}
+    groups = optimizer_groups(section(name="Mine", groups=[group], options={"nu": 1, "mu": 2}))
+    assert [one.rule.cfg.options for one in groups] == [{"mu": 2}, {"nu": 1}]
 
 
 def test_a_parameter_that_no_group_takes_is_named(monkeypatch):
