@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 
+from ppfleetx.config.errors import ConfigError
+
 
 def is_rank() -> bool:
     """Return whether this process is a rank of a job that a launcher has started."""
@@ -12,18 +14,26 @@ def is_rank() -> bool:
 
 
 def rank() -> int:
-    return int(os.environ.get("PADDLE_TRAINER_ID") or 0)
+    """Return this process's rank. Raises ConfigError, as the functions below, if a variable has no number."""
+    return _number("PADDLE_TRAINER_ID", 0)
 
 
 def world_size() -> int:
-    return int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
+    return _number("PADDLE_TRAINERS_NUM", 1)
 
 
 def local_rank() -> int:
     """Return this rank's number on its node."""
-    return int(os.environ.get("PADDLE_LOCAL_RANK") or rank())
+    return _number("PADDLE_LOCAL_RANK", rank())
 
 
 def local_size() -> int:
     """Return the number of ranks on this node; 0 if the launcher does not say it."""
-    return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0)
+    return _number("PADDLE_LOCAL_SIZE", 0)
+
+
+def _number(variable: str, default: int) -> int:
+    value = os.environ.get(variable, str(default))
+    if not value.isdigit():
+        raise ConfigError("is not a number", key=variable, value=value, place="environment")
+    return int(value)

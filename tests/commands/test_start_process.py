@@ -6,6 +6,7 @@ from ppfleetx.commands import start_process
 from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
+from ppfleetx.utils import launched
 from ppfleetx.utils.devices import not_supported_reasons
 
 PRETRAIN = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
@@ -57,3 +58,10 @@ def test_without_data_the_key_is_named() -> None:
         key = f"Data.{section}.dataset.input_dir"
         with pytest.raises(ConfigError, match=f"^{key}: names no data, .* -o {key}=PREFIX$"):
             program(cfg, ParallelContext.single())
+
+
+@pytest.mark.parametrize("value", ["eight", ""])
+def test_the_launchers_number_is_a_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", value)
+    with pytest.raises(ConfigError, match=r"PADDLE_TRAINERS_NUM.*is not a number"):
+        launched.world_size()
