@@ -39,8 +39,8 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """Run the program ``msrun``: start the ranks of a script with Paddle's launcher. The log files have
-    MindSpore's names. Returns the launcher's exit code; with ``--join=False``, returns 0 at once."""
+    """Stand in for MindSpore's ``msrun``: start the ranks of a script with Paddle's launcher, and name the
+    log files as MindSpore does. Returns the launcher's exit code, or 0 at once with ``--join=False``."""
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))
     if args.worker_num < 1 or args.local_worker_num < 1 or rest:

@@ -500,9 +500,9 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
     """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors and position
-    embeddings are float32. Other tensors keep their type if ``dtype`` is None. Otherwise they get the type
-    ``dtype``, except the embedding and the head, which get 8 bits, and matrices whose rows do not divide into
-    blocks, which become float16."""
+    embeddings are float32. If ``dtype`` is None, other tensors keep their type. If it is a type, matrices
+    get it, with two exceptions: rows that do not divide into blocks become float16, and the word embedding
+    and the head become 8-bit."""
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:

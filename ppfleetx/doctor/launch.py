@@ -170,8 +170,8 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Yield report rows on why no rank has left results: which ranks crashed, with the ends of their logs,
-    and what is wrong with this machine."""
+    """Yield rows of the report that explain why no rank wrote its results: which ranks crashed, with the ends
+    of their logs, and what is wrong with this machine."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else f"ended by signal {-number}"

@@ -192,9 +192,8 @@ class TextGenerator(ABC):
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Generate all continuations of a batch of prompts: those of the first prompt, then those of the
-        second, and so on. Every generated token must be fed to its continuation's `RowText` in ``texts``,
-        which has the same order."""
+        """Generate all continuations of a batch of prompts, in the order of the prompts. ``texts`` has a
+        :class:`RowText` for each continuation, in the same order; a subclass must give it each new token."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()

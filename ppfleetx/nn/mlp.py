@@ -72,10 +72,10 @@ def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
 
 
 class Activation:
-    """The activation named by a declaration, in its fused form if available.
+    """The activation with the registered name ``name``, in its fused form if available.
 
     Raises:
-        ConfigError: the width of the activation's output contradicts its registration.
+        ConfigError: the activation's output does not have the width with which it was registered.
     """
 
     def __init__(self, factory: LayerFactory, name: str) -> None:

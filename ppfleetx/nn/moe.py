@@ -236,8 +236,8 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """For each kept choice, copy the position's row from ``rows [positions, h]``. Return the copies,
-        sorted by expert."""
+        """Copy each position's row of ``rows [positions, h]`` once for every expert that it goes to. Return
+        the copies, sorted by expert."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ppfleetx.config.pipeline_schedules import PipelineSchedule, order_of
+from ppfleetx.config.pipeline_order import PipelineSchedule, order_of
 
 _STEADY_ROUNDS = 3
 _WEIGHTS = -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import paddle
 import pytest
 
-from ppfleetx.config.pipeline_schedules import Pass, zero_bubble_order
+from ppfleetx.config.pipeline_order import Pass, zero_bubble_order
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.nn.matmul import Matmul
 from tests.helpers.ranks import Pools

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, PositiveFloat, RuleError, Section
-from ppfleetx.config.pipeline_schedules import PipelineSchedule
+from ppfleetx.config.pipeline_order import PipelineSchedule
 
 
 class ShardingConfig(Section):

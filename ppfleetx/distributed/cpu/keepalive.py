@@ -41,7 +41,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 class Watch:
     """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if a connection
-    fails. If a connection is closed, the call comes a few seconds later."""
+    fails. If the other rank closes its connection, the call comes a few seconds after that, because the last
+    messages of that rank may still be in flight."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost
