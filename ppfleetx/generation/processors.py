@@ -145,11 +145,24 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """Apply top-p to one row of probabilities ``[V]`` with NumPy."""
-    falling = np.argsort(-probabilities, kind="stable")  # of equal ones, the lower id first
-    up_to = probabilities[falling].cumsum(dtype=np.float64)
-    kept, count = np.zeros_like(probabilities), 1 + np.count_nonzero(up_to[:-1] < _as_float64(top_p))
-    kept[falling[:count]] = probabilities[falling[:count]]
-    return kept
+    top_p = _as_float64(top_p)
+    # Only the bucket in which the sum reaches top_p is sorted. Sorting the whole row is far slower.
+    # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
+    bucket = probabilities.view(np.int32) >> 15
+    bucket = (bucket - bucket.min()).astype(np.int64)
+    up_to = np.bincount(bucket, weights=probabilities).cumsum()
+    above = up_to[-1] - up_to
+    # If rounding keeps the total below p, every token is kept.
+    boundary = max(np.count_nonzero(above >= top_p), np.count_nonzero(up_to <= 0))
+    inside = np.sort(probabilities[bucket == boundary])[::-1]
+    short = np.count_nonzero(above[boundary] + inside.cumsum(dtype=np.float64) < top_p)
+    count = min(short + 1, len(inside))
+    smallest = inside[count - 1]
+    kept = probabilities >= smallest
+    too_many = np.count_nonzero(inside == smallest) - np.count_nonzero(inside[:count] == smallest)
+    if too_many:
+        kept[np.flatnonzero(probabilities == smallest)[-too_many:]] = False
+    return probabilities * kept  # several times faster than np.where
 
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
