@@ -67,8 +67,9 @@ def forced_form(
             "type": "object",
             "properties": {
                 "name": {"const": one["function"]["name"]},
-                # With an id of its own, a reference such as #/$defs/Address means this schema.
-                "arguments": {"$id": f"tool-{number}", **_parameters_of(one)},
+                # With an id of its own, a reference such as #/$defs/Address means this schema. The client's
+                # ids may be the same for several tools.
+                "arguments": {**_parameters_of(one), "$id": f"tool-{number}"},
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,

@@ -109,22 +109,23 @@ def test_a_forced_call(client: openai.OpenAI, choice: object, names: set[str]) -
 
 
 @needs_llguidance
-def test_references_in_the_schema_of_a_tool(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("given", [{}, {"$id": "https://example.org/tool"}], ids=["no id", "the same id"])
+def test_references_in_the_schema_of_a_tool(client: openai.OpenAI, given: dict) -> None:
     """``#`` is the tool's own schema, as pydantic and the ``openai`` client write it."""
 
     def referring(name: str, meant: dict) -> dict:
         made = tool(name, x={"$ref": "#/$defs/X"})
-        made["function"]["parameters"]["$defs"] = {"X": meant}
+        made["function"]["parameters"] |= {"$defs": {"X": meant}, **given}
         return made
 
     tools = [referring("number", {"enum": [3, 4]}), referring("switch", {"type": "boolean"})]
-    for name, possible in (("number", (3, 4)), ("switch", (True, False))):
-        choice = {"type": "function", "function": {"name": name}}
-        answer = client.chat.completions.create(
-            model="gpt", messages=CHAT, tools=tools, tool_choice=choice, max_tokens=600, seed=5
-        )
-        [call] = answer.choices[0].message.tool_calls
-        assert json.loads(call.function.arguments)["x"] in possible
+    body = {"model": "gpt", "messages": CHAT, "tools": tools, "max_tokens": 600, "seed": 5, "n": 6}
+    answer = client.chat.completions.create(**body, tool_choice="required", parallel_tool_calls=False)
+    calls = [call.function for choice in answer.choices for call in choice.message.tool_calls]
+    assert {call.name for call in calls} == {"number", "switch"}
+    for call in calls:
+        possible = {"number": (3, 4), "switch": (True, False)}[call.name]
+        assert json.loads(call.arguments)["x"] in possible
 
 
 @needs_llguidance
