@@ -21,6 +21,8 @@ from ppfleetx.utils.log import get_logger
 _KEY = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_REQUIRED = {"gpt2": ("tokens",), "llama": ("tokens", "scores")}
+"""The kinds of tokenizers, and the keys that each must have."""
 _SPACE = "\u2581"
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -74,11 +76,14 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns the texts by file
     name. Raises CheckpointError, naming ``place``, if the tokenizer is not supported or incomplete."""
     kind = metadata.get(f"{_KEY}model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in _REQUIRED:
         raise CheckpointError(
-            f"{place}: its tokenizer, {_KEY}model {shown(kind)}, is not supported; supported: gpt2, llama. "
-            "Give the model's own tokenizer with --tokenizer DIR"
+            f"{place}: its tokenizer, {_KEY}model {shown(kind)}, is not supported; supported: "
+            f"{', '.join(_REQUIRED)}. Give the model's own tokenizer with --tokenizer DIR"
         )
+    missing = [key for name in _REQUIRED[kind] if (key := f"{_KEY}{name}") not in metadata]
+    if missing:
+        raise CheckpointError(f"{place}: its metadata lack {' and '.join(missing)}")
     tokens = metadata[f"{_KEY}tokens"]
     types = metadata.get(f"{_KEY}token_type") or [_NORMAL] * len(tokens)
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}

@@ -381,6 +381,17 @@ def test_a_tokenizer_with_parts_missing(tmp_path):
     assert json.loads(files["tokenizer.json"])["post_processor"] is None
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("gpt2", "tokens"), ("llama2_plain", "tokens"), ("llama2_plain", "scores")]
+)
+def test_a_tokenizer_without_what_its_kind_needs(name, key):
+    whole = Tokenizer.load(GOLDENS / "tokenizers" / name)
+    metadata = tokenizer_metadata(whole, whole.vocab_size)
+    del metadata[f"tokenizer.ggml.{key}"]
+    with pytest.raises(CheckpointError, match=rf"a\.gguf: its metadata lack tokenizer\.ggml\.{key}$"):
+        tokenizer_texts(metadata, "a.gguf")
+
+
 # ---- where a model is an argument
 
 
