@@ -79,6 +79,7 @@ WRONG_OVERRIDES = [
     ("Distributed.mp_degree=8", ["Distributed.mp_degree = 8", "4 attention heads", "small.yaml:10"]),
     ("Distributed.pp_schedule=zb_h1", ["Distributed.pp_schedule = 'zb_h1'", "needs pp_degree > 1"]),
     ("Distributed.sharding.sharding_stage=True", ["sharding_stage = True", "one of 1, 2, 3"]),
+    ("Generation.top_k=9223372036854775808", ["Generation.top_k", "at least -1, and at most 2^63 - 1"]),
     ("Generation.top_p=0", ["Generation.top_p = 0", "(0, 1]"]),
     ("Generation.min_dec_len=50", ["min_dec_len = 50", "at most 20"]),
     ("Generation.decode_strategy=beam", ["'beam'", "greedy_search, sampling, beam_search"]),

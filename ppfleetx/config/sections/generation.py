@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.fields import (
+    MAX_COUNT,
     Bool,
     CountInt,
     Float,
@@ -44,7 +45,10 @@ def _all_of_vllm(top_k: int) -> int:
 
 
 TopK = Annotated[
-    int, Field(strict=True, ge=-1), AfterValidator(_all_of_vllm), Says("an integer of at least -1")
+    int,
+    Field(strict=True, ge=-1, le=MAX_COUNT),
+    AfterValidator(_all_of_vllm),
+    Says("an integer of at least -1"),
 ]
 UnitFloatOrZero = Annotated[
     float, Field(strict=True, allow_inf_nan=False, ge=0, le=1), Says("a number from 0 to 1")
