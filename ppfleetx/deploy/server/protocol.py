@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from ppfleetx.config.field_annotations import annotation_at, describe, key_type
 from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 
 
@@ -229,6 +230,11 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
         return bad_request(f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}")
     if not first["loc"]:
         return bad_request(message, param=message.partition(":")[0] if ": " in message else None)
+    if first["loc"][-1] == "[key]":
+        *path, key, _ = map(str, first["loc"])
+        keys = key_type(annotation_at(kind, path))
+        param = ".".join(path)
+        return bad_request(f"{param}: each key must be {describe(keys)}, not {quoted(key)}", param=param)
     param = ".".join(map(str, first["loc"]))
     return bad_request(f"{param}: {message[:1].lower()}{message[1:]}", param=param)
 

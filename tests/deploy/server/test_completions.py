@@ -157,6 +157,8 @@ def test_models(client: openai.OpenAI) -> None:
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
         ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
         ({"logit_bias": {"300": 1}}, "logit_bias", "has ids 0 to"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "each key must be an integer of at least 0, not 'a'"),
+        ({"top_k": 2**63}, "top_k", "less than or equal to"),
         ({"bad_words": [""]}, "bad_words", "is in every text"),
         ({"suffix": "end"}, "suffix", "is not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "should be True"),
