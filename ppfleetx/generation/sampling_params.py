@@ -47,7 +47,7 @@ class Grammar:
             raise ConfigError(_reason(start.get_error()), key=_KEY)
         start.compute_bitmask()
         if start.is_error():
-            raise ConfigError(f"no text can begin this form ({_reason(start.get_error())})", key=_KEY)
+            raise ConfigError("no text can begin this form", key=_KEY)
         self._start, self._vocab_size = start, vocab_size
         self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
 

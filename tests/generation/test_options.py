@@ -180,11 +180,11 @@ class TestStructuredOutputs:
     @pytest.mark.parametrize(
         ("keys", "rule"),
         [
-            ({"structured_outputs": {"regex": "("}}, ""),
-            ({"structured_outputs": {"grammar": "start: nothing"}}, ""),
-            ({"structured_outputs": {"json_schema": {"type": "shape"}}}, ""),
-            ({"structured_outputs": {"grammar": "start: start"}}, "no text can begin"),
-            ({"structured_outputs": {"json_schema": {"allOf": [{"$ref": "#"}]}}}, "no text can begin"),
+            ({"structured_outputs": {"regex": "("}}, "unclosed group"),
+            ({"structured_outputs": {"grammar": "start: nothing"}}, 'unknown name: "nothing"'),
+            ({"structured_outputs": {"json_schema": {"type": "shape"}}}, "type: shape"),
+            ({"structured_outputs": {"grammar": "start: start"}}, "no text can begin this form$"),
+            ({"structured_outputs": {"json_schema": {"allOf": [{"$ref": "#"}]}}}, "begin this form$"),
             ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "end token"),
         ],
     )
