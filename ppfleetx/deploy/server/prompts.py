@@ -39,7 +39,7 @@ class PromptReader:
     def of_completion(self, request: CompletionRequest) -> list[PromptRequest]:
         self._check_number(request, len(request.prompt))
         encoded = [self._encode(prompt, add=request.add_special_tokens) for prompt in request.prompt]
-        return self._jobs(request, encoded, request.stop)
+        return self._jobs(request, "prompt", encoded, request.stop)
 
     def _adapter(self, request: Request) -> str | None:
         return request.model if request.model in self._cfg.adapters else None
@@ -47,7 +47,7 @@ class PromptReader:
     def of_chat(self, request: ChatRequest) -> list[PromptRequest]:
         self._check_number(request, 1)
         ids = self._encode_chat(request, add_generation_prompt=True)
-        return self._jobs(request, [ids], (*request.stop, *self._template.stops))
+        return self._jobs(request, "messages", [ids], (*request.stop, *self._template.stops))
 
     def of_embedding(self, request: EmbeddingRequest) -> list[PromptRequest]:
         encoded = [self._encode(one, add=request.add_special_tokens, param="input") for one in request.input]
@@ -110,8 +110,14 @@ class PromptReader:
             )
 
     def _jobs(
-        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], stops: tuple[str, ...]
+        self,
+        request: GenerationRequest,
+        param: str,
+        prompts: Sequence[Sequence[int]],
+        stops: tuple[str, ...],
     ) -> list[PromptRequest]:
+        for ids in prompts:
+            self._check_not_empty(ids, param)
         end_ids, options = self._options(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         return [
@@ -120,7 +126,7 @@ class PromptReader:
                 first_index=number * request.candidates,
                 ids=ids,
                 copies=request.candidates,
-                max_new_tokens=self._max_new_tokens(ids, request),
+                max_new_tokens=self._max_new_tokens(len(ids), request, param),
                 min_new_tokens=request.min_tokens,
                 end_ids=end_ids,
                 options=options,
@@ -180,11 +186,8 @@ class PromptReader:
         if not ids:  # the tokenizer drops all characters of the text
             raise bad_request(f"{param}: has no token: there is nothing to continue", param)
 
-    def _max_new_tokens(self, ids: Sequence[int], request: GenerationRequest) -> int:
-        prompt_length, limit = len(ids), request.token_limit
-        room = self.max_positions - prompt_length
-        param = "prompt" if isinstance(request, CompletionRequest) else "messages"
-        self._check_not_empty(ids, param)
+    def _max_new_tokens(self, prompt_length: int, request: GenerationRequest, param: str) -> int:
+        limit, room = request.token_limit, self.max_positions - prompt_length
         if room < 0 or (room == 0 and limit != 0):
             raise self._too_long(str(prompt_length), param)
         wanted = max(limit or 0, request.min_tokens)
