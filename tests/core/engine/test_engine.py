@@ -64,6 +64,21 @@ def test_the_best_evaluation_is_finite(losses: list[float], best_step: int) -> N
     assert PROGRESS.place == RESTING
 
 
+def test_an_error_of_an_evaluation_was_raised_while_evaluating() -> None:
+    """Reports of the error, which are made later, name the place."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    evaluator, runner = SimpleNamespace(add=fail), SimpleNamespace(count=len)
+    alone = ParallelContext.single()
+    engine = Engine(config("Engine.checks=off"), alone, runner, new_evaluator=lambda: evaluator)
+    PROGRESS.beat(RESTING)
+    with pytest.raises(MemoryError):
+        engine.evaluate({None: [[]]})
+    assert PROGRESS.place == EVALUATING
+
+
 def test_waiting_for_a_save_is_part_of_it(tmp_path: Path) -> None:
     """Otherwise a long last save would count as a hanging evaluation, after which it is made."""
     saver = Saver(config(), ParallelContext.single(), tmp_path, {}, Ownership("0" * 32))
