@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.end_processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 from ppfleetx.utils.log import configure_logging, get_logger
@@ -32,11 +33,20 @@ RESUME = "Engine.save_load.resume"
 
 def with_resume(command: Sequence[str]) -> list[str]:
     """Return ``command`` with ``-o Engine.save_load.resume=auto``, so that a restarted run continues from its
-    last checkpoint. A command that sets this key itself is returned unchanged."""
-    overrides = (text.removeprefix("--override=").removeprefix("-o") for text in command)
-    if any(text.partition("=")[0].strip() == RESUME for text in overrides):
-        return list(command)
-    return [*command, "-o", f"{RESUME}=auto"]
+    last checkpoint. A command that already sets this key to ``auto`` or true is returned unchanged. Raises
+    ConfigError if the command sets the key to anything else."""
+    overrides = (text.removeprefix("--override=").removeprefix("-o").partition("=") for text in command)
+    given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
+    for value in given:
+        if value.strip("'\"").lower() not in ("auto", "true", "yes", "on"):
+            raise ConfigError(
+                "the supervisor restarts a failed run from its last checkpoint; leave the override out, or "
+                f"give {RESUME}=auto or true",
+                key=RESUME,
+                value=value,
+                place="the supervised command",
+            )
+    return list(command) if given else [*command, "-o", f"{RESUME}=auto"]
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:

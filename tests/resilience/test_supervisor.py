@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.resilience.supervisor import with_resume
 from tests.helpers.leftovers import children, leftovers
@@ -62,12 +63,24 @@ RESUME = "Engine.save_load.resume"
         (["-o", f"{RESUME}=auto"], []),
         ([f"-o{RESUME} = auto"], []),
         ([f"--override={RESUME}=True"], []),
-        (["--override", f"{RESUME}=False", "-o", "Engine.max_steps=5"], []),
+        (["--override", f"{RESUME}='auto'", "-o", "Engine.max_steps=5"], []),
     ],
 )
 def test_resuming_is_added_where_the_command_does_not_say_it(given: list[str], added: list[str]) -> None:
     command = ["python", "tools/train.py", "-c", "FILE", *given]
     assert with_resume(command) == [*command, *added]
+
+
+def test_a_command_that_does_not_resume_is_refused() -> None:
+    """A restart would begin anew and, with ``overwrite``, delete the checkpoints of the first start."""
+    command = [sys.executable, SUPERVISE, "--", "python", "tools/train.py", "-o", f"{RESUME}=False"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"{RESUME} = 'False' (the supervised command)" in done.stderr
+    assert "Traceback" not in done.stderr
+    for given in ("off", "null", ""):
+        with pytest.raises(ConfigError, match="leave the override out"):
+            with_resume(["python", "tools/train.py", "-o", f"{RESUME}={given}"])
 
 
 def test_the_command_of_the_readme_is_accepted() -> None:
