@@ -1,5 +1,6 @@
 """Handshake, addresses and time limits of the transport, without Paddle."""
 
+import contextlib
 import socket
 import threading
 
@@ -28,7 +29,7 @@ def test_a_rank_that_cannot_be_reached_is_named(monkeypatch, nobody):
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1", b"", bytes([0, 0, 0, 7, 0, 0, 0, 0])])
 def test_strangers_are_not_taken_for_ranks(monkeypatch, greeting):
-    """A program of another kind, one that says nothing, and a rank of another job."""
+    """A program of another kind, one that says nothing, and a rank that this one does not expect."""
     monkeypatch.setattr(handshake, "_STRANGER_SECONDS", 0.2)
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -40,6 +41,19 @@ def test_strangers_are_not_taken_for_ranks(monkeypatch, greeting):
                 found[1, handshake.MESSAGES].close()
         with pytest.raises(StartError, match="rank 0: rank 1 did not connect within 1 s"):
             handshake._accept(0, listener, {(1, handshake.MESSAGES)}, members.names)
+
+
+def test_strangers_do_not_prolong_the_wait_for_a_rank(monkeypatch):
+    monkeypatch.setattr(handshake, "_STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16))
+        for _ in range(8):  # silent; all of them take longer than the limit
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        with pytest.raises(StartError, match=r"rank 0: rank 1 did not connect within 0\.5 s"):
+            handshake._accept(0, listener, {(1, handshake.MESSAGES)}, ["rank 0", "rank 1"])
+        listener.settimeout(5.0)
+        listener.accept()[0].close()  # some of them are still in the queue
 
 
 def test_address(monkeypatch):
