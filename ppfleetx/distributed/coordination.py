@@ -23,12 +23,13 @@ T = TypeVar("T")
 
 _BEAT_SECONDS = 30.0
 _HELPER = "first-on-node"
+_MOST_MESSAGES = 8  # different messages of ranks in one error
 
 
 class JointError(UserError):
-    """Raised on the ranks of a job because at least one rank raised a :class:`UserError`. It has the message
-    of the first such rank, possibly after the numbers of the ranks that raised it (:func:`joint_message`). A
-    rank that raised an error with exactly this message raises that error again instead."""
+    """Raised on the ranks of a job because at least one rank raised a :class:`UserError`. Its message is made
+    of theirs (:func:`joint_message`). A rank that raised an error with exactly this message raises that error
+    again instead."""
 
 
 def beat_seconds() -> float:
@@ -75,7 +76,7 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 
 def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, name_ranks: bool = True) -> None:
     """Raise an error on all ranks if any rank passes one. If all such errors are UserErrors, this is a
-    UserError with the message of the first. Any other error, such as a bug, is raised on its own rank; the
+    UserError with the messages of these ranks. Any other error, such as a bug, is raised on its own rank; the
     others raise PeerEndedError with its text, instead of waiting for a rank that has ended."""
     if ctx.world_size == 1:
         if error is not None:
@@ -97,13 +98,19 @@ def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, nam
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Return the first error message in ``texts``, which has an entry for each rank (None: no error). With
-    ``name_ranks``, the numbers of the ranks with this message are put before it, unless all ranks have it."""
-    first = next(text for text in texts if text is not None)
-    ranks = [rank for rank, text in enumerate(texts) if text == first]
-    if not name_ranks or len(ranks) == len(texts):
+    """Join the error messages in ``texts``, which has an entry for each rank (None: no error). If the
+    messages differ, each is put after the numbers of the ranks that have it. If there is only one, this
+    depends on ``name_ranks``, and the numbers are left out if all ranks have it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    first, *others = ranks_of
+    if not others and (not name_ranks or len(ranks_of[first]) == len(texts)):
         return first
-    return f"{ranks_text(ranks)}: {first}"
+    parts = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
+    rest = [rank for ranks in list(ranks_of.values())[_MOST_MESSAGES:] for rank in ranks]
+    return "; ".join(parts[:_MOST_MESSAGES]) + (f"; also {ranks_text(rest)}" if rest else "")
 
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:

@@ -4,7 +4,13 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.coordination import any_rank, first_on_each_node, gather, joint_errors
+from ppfleetx.distributed.coordination import (
+    any_rank,
+    first_on_each_node,
+    gather,
+    joint_errors,
+    joint_message,
+)
 
 CASES = "tests.distributed.job_cases:"
 
@@ -26,6 +32,22 @@ def test_values_of_all_ranks_by_rank(pools):
 )
 def test_a_mistake_of_one_rank_is_raised_by_all(pools, failing, name_ranks, expected):
     assert pools(3).run(CASES + "mistake", failing=failing, name_ranks=name_ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "name_ranks", "expected"),
+    [
+        (["no a", None, "no b", "no a"], True, "ranks 0, 3: no a; rank 2: no b"),
+        (["no a", "no b"], False, "rank 0: no a; rank 1: no b"),
+        (
+            list("abcdefghij"),
+            True,
+            "; ".join(f"rank {i}: {'abcdefgh'[i]}" for i in range(8)) + "; also ranks 8, 9",
+        ),
+    ],
+)
+def test_messages_that_differ_are_all_told(texts, name_ranks, expected):
+    assert joint_message(texts, name_ranks=name_ranks) == expected
 
 
 def test_a_defect_of_one_rank_ends_all(pools):

@@ -155,7 +155,7 @@ def _with_a_bad_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_space(save: Any, pieces: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device", f"files of rank {save._ctx.rank}")
 
 
 def _spoil(engine: Any, value: float) -> None:
