@@ -82,13 +82,13 @@ def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, nam
         if error is not None:
             raise error
         return
-    is_users = isinstance(error, UserError)
-    text = str(error) if is_users or error is None else f"{type(error).__name__}: {error}"
-    found = gather(ctx, None if error is None else [is_users, text])
+    if error is not None and not isinstance(error, UserError):
+        with contextlib.suppress(Exception):  # a lost rank must not hide this error
+            gather(ctx, [False, f"{type(error).__name__}: {error}"])
+        raise error
+    found = gather(ctx, None if error is None else [True, str(error)])
     failed = [None if one is None or one[0] else one[1] for one in found]
     if any(text is not None for text in failed):
-        if error is not None and not is_users:
-            raise error
         raise PeerEndedError(f"another rank has failed: {joint_message(failed)}") from error
     if any(one is not None for one in found):
         message = joint_message([one and one[1] for one in found], name_ranks=name_ranks)

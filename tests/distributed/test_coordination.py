@@ -1,8 +1,11 @@
 """Values, errors and work in turns across the ranks of a job."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ppfleetx.config.errors import DataError
+from ppfleetx.distributed import coordination
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import (
     any_rank,
@@ -11,6 +14,7 @@ from ppfleetx.distributed.coordination import (
     joint_errors,
     joint_message,
 )
+from ppfleetx.distributed.cpu.wire import PeerLostError
 
 CASES = "tests.distributed.job_cases:"
 
@@ -54,6 +58,17 @@ def test_a_defect_of_one_rank_ends_all(pools):
     first, *others = pools(3).run(CASES + "mistake", failing=[1], name_ranks=False, with_defect=0)
     assert first == "TypeError: a defect"
     assert others == ["PeerEndedError: another rank has failed: rank 0: TypeError: a defect"] * 2
+
+
+def test_a_defect_is_not_hidden_by_a_lost_rank(monkeypatch):
+    def lose(*_):
+        raise PeerLostError("rank 1 is gone")
+
+    monkeypatch.setattr(coordination, "gather", lose)
+    two = SimpleNamespace(world_size=2)
+    for error, expected in ((TypeError("a defect"), TypeError), (DataError("no such corpus"), PeerLostError)):
+        with pytest.raises(expected), joint_errors(two):
+            raise error
 
 
 def test_the_first_rank_of_a_node_makes_what_the_others_find(pools, tmp_path):
