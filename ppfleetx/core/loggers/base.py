@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,13 @@ class LogStart:
     Attributes:
         step: number of steps done so far. The writer must drop its records after this step.
         config: the whole configuration of the run, as JSON values.
+        evaluated_step: step of the last complete evaluation. The writer should drop evaluations after it,
+            because they are made again.
     """
 
     step: int
     config: Mapping[str, Any]
+    evaluated_step: float = math.inf
 
 
 class LogWriter:

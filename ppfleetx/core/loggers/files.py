@@ -29,7 +29,8 @@ class CsvFile(LogWriter):
         if start.step == 0:
             get_logger().info(f"renamed the table of an earlier run to {put_aside(self._path)}")
             return
-        rows = [row for row in self._rows() if _step_of(row) <= start.step]
+        last = min(start.step, start.evaluated_step)
+        rows = [row for row in self._rows() if _step_of(row) <= (last if _is_evaluation(row) else start.step)]
         self._rewrite(rows)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -62,6 +63,10 @@ def _step_of(row: Mapping[str, str | None]) -> float:
     drops."""
     text = row.get("step") or ""
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
+
+
+def _is_evaluation(row: Mapping[str, str | None]) -> bool:
+    return any(text and name.startswith("eval/") for name, text in row.items() if name)
 
 
 class _EventFiles(LogWriter):

@@ -13,9 +13,11 @@ import pytest
 
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.engine.callbacks.records import keep_until
+from ppfleetx.core.engine.callbacks.records import LogWriters, keep_until
 from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.core.engine.saving import Saver
+from ppfleetx.core.loggers.files import CsvFile
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import Measured
 from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS, RESTING, SAVING
@@ -103,3 +105,15 @@ def test_a_resumed_run_drops_the_records_that_its_checkpoint_does_not_know(tmp_p
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"kind": "tr')
     keep_until(path, 4, consumed=32, evaluated=2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [records[i] for i in (0, 1, 4)]
+
+
+def test_an_evaluation_that_is_made_again_is_one_row_of_the_table(tmp_path: Path) -> None:
+    for state in (TrainState(), TrainState(step=4, evaluated_step=2)):
+        writers = LogWriters({"csv": CsvFile(tmp_path)}, logging_freq=1)
+        writers.on_fit_start(SimpleNamespace(cfg=config(), state=state))
+        for step in (2, 4) if state.step == 0 else (4,):
+            if state.step < step:
+                writers.keep({"kind": "train", "step": step, "loss": 3.0})
+            writers.keep({"kind": "eval", "set": "wiki", "step": step, "loss": 2.0})
+    rows = (tmp_path / "metrics.csv").read_text().split()
+    assert rows == ["step,train/loss,eval/wiki/loss", "2,3.0,", "2,,2.0", "4,3.0,", "4,,2.0"]

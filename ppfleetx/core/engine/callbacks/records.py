@@ -260,10 +260,10 @@ class LogWriters(Recorder):
         return cls({"visualdl": VisualDL(setup.output_dir)}, setup.cfg.Engine.logging_freq)
 
     def on_fit_start(self, run: Run) -> None:
-        self._start(run, run.state.step)
+        self._start(run, run.state.step, evaluated_step=run.state.evaluated_step)
 
-    def _start(self, run: Run, step: int) -> None:
-        start = LogStart(step, run.cfg.model_dump(mode="json"))
+    def _start(self, run: Run, step: int, **limits: float) -> None:
+        start = LogStart(step, run.cfg.model_dump(mode="json"), **limits)
         for name, writer in self._writers.items():
             writer.start(start)
             self._started[name] = writer
