@@ -100,11 +100,14 @@ def test_a_resumed_run_drops_the_records_that_its_checkpoint_does_not_know(tmp_p
         {"kind": "spike", "step": 4, "at_step": 6, "consumed_samples": 48},  # went back to step 4
         {"kind": "spike", "step": 3, "at_step": 3, "samples": [40, 48]},
         {"kind": "train", "step": 5, "consumed_samples": 40},
+        # Older versions did not write the samples consumed.
+        {"kind": "spike", "step": 4, "at_step": 6, "to_step": 4, "samples": [40, 48]},
+        {"kind": "spike", "step": 2, "at_step": 3, "to_step": 2, "samples": [16, 24]},
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"kind": "tr')
     keep_until(path, 4, consumed=32, evaluated=2)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [records[i] for i in (0, 1, 4)]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [records[i] for i in (0, 1, 4, 7)]
 
 
 def test_an_evaluation_that_is_made_again_is_one_row_of_the_table(tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bo
         case "eval":  # one that a signal interrupted is made again after a start from this step
             return at_step <= min(step, evaluated)
         case "spike":  # one that made the run go back to a checkpoint has the step of this checkpoint
+            if "consumed_samples" not in record and record.get("to_step") is not None:  # of an older version
+                return at_step <= step and record["samples"][0] < consumed
             return at_step <= step and record.get("consumed_samples", 0) <= consumed
         case _:
             return at_step <= step
