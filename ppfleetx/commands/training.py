@@ -41,7 +41,7 @@ from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize
 from ppfleetx.parallel.step import StepRunner
-from ppfleetx.resilience.heartbeat import PROGRESS
+from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS
 from ppfleetx.utils.launched import local_rank
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress_bar import track
@@ -214,8 +214,11 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
     evaluator = evaluator_of(cfg, ctx, has_labels=False)()
-    for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
-        evaluator.add(runner, micro_batches)
+    loader = first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test"))
+    with PROGRESS.at(EVALUATING):
+        for micro_batches in loader:
+            PROGRESS.go_on()
+            evaluator.add(runner, micro_batches)
     outputs = evaluator.result().outputs
     dataset = cfg.Data.Test.dataset
     with joint_errors(ctx, name_ranks=False):

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ppfleetx.config.errors import OutOfMemoryError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.resilience import watchdog
+from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS
 from tests.e2e.program import NANO
 
 PROGRAMS: list[tuple[Any, str, Callable[..., Any], str]] = [
@@ -62,3 +64,20 @@ def test_a_program_that_runs_out_of_memory_says_what_needs_less(
     cfg = load_config(NANO, [f"Engine.save_load.output_dir={tmp_path}"])
     with pytest.raises(OutOfMemoryError, match=r"Unable to allocate 9.00 GiB.*\n.*Distributed.mp_degree"):
         program(cfg, ParallelContext.single())
+
+
+def test_each_batch_of_the_test_set_is_progress_of_an_evaluation(monkeypatch) -> None:
+    seen: list[tuple[str, float]] = []
+
+    def add(*_: object) -> None:
+        seen.append((PROGRESS.place, PROGRESS.since))
+        PROGRESS.since = 0.0
+        if len(seen) == 2:
+            raise UserError("enough")
+
+    monkeypatch.setattr(training, "_loader", lambda *_: [[], []])
+    monkeypatch.setattr(training, "evaluator_of", lambda *_, **__: lambda: SimpleNamespace(add=add))
+    PROGRESS.begin()
+    with pytest.raises(UserError, match="enough"):
+        training._predict_test(load_config(NANO), ParallelContext.single(), None)
+    assert [(place, since > 0) for place, since in seen] == [(EVALUATING, True)] * 2
