@@ -8,21 +8,26 @@ import os
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.manager import BackgroundManager, HostCopier
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
+from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 from ppfleetx.resilience import report_dir
-from ppfleetx.resilience.flight_recorder import CallRecord
+from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
 from ppfleetx.resilience.heartbeat import READING, Progress
 from ppfleetx.resilience.report_dir import ReportDir
 from ppfleetx.resilience.watchdog import Limits, Watchdog
+from tests.checkpoint.checkpoints import slices
 
 MP, PP = tuple(range(4)), (0, 4)
 NAMES = {MP: ("the mp group [0..3]", 7), (*MP, 4): ("the tp group [0..4]", 7), PP: ("the pp group [0, 4]", 9)}
@@ -373,3 +378,47 @@ def test_a_rank_whose_own_thread_hangs_is_there_also_in_the_middle_of_a_poll() -
     hangs, is_done = reports
     assert hangs.where.endswith(", in thread helper_0") and hangs.waits_for is None
     assert is_done.waits_for.number == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "thread"), [("batch", "data_0"), ("copy", "checkpoint"), ("save", "checkpoint")]
+)
+def test_a_thread_that_keeps_the_program_waiting_is_named(
+    what: str, thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, end, reports = threading.Event(), threading.Event(), []
+
+    def hangs() -> None:
+        begun.set()
+        assert end.wait(30)
+
+    def late(act: Any) -> Any:
+        return lambda *arguments: hangs() or act(*arguments)
+
+    def look() -> None:
+        begun.wait(30)
+        deadline = time.monotonic() + 2
+        while not RECORD.helper and time.monotonic() < deadline:
+            time.sleep(0.01)
+        reports.append(capture_report(Identity(), Progress(), RECORD, quiet=9.0, timeout=1.0, works=False))
+        end.set()
+
+    if what == "batch":
+        loader = DataLoader(range(8), GlobalBatchSampler(8, 2, 2), num_workers=1)
+        monkeypatch.setattr(loader, "_load", late(lambda indices: indices))
+        wait = partial(next, iter(loader))
+    else:
+        owner, name = (HostCopier, "_copy") if what == "copy" else (storage, "write_safetensors")
+        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
+        manager = BackgroundManager(tmp_path)
+        live = [replace(piece, is_live=True) for piece in slices()]
+        manager.save(epoch=0, step=1, tensors=live, state={"step": 1})
+        wait = manager.wait_for_copy if what == "copy" else manager.wait
+    looking = threading.Thread(target=look)
+    looking.start()
+    wait()
+    looking.join()
+    if what == "copy":
+        manager.wait()
+    where = reports[0].where
+    assert where.startswith("test_hangs.py:") and where.endswith(f" in hangs, in thread {thread}")
