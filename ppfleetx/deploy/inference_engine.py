@@ -33,6 +33,7 @@ from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import back_process_by_huge_pages
 
@@ -191,8 +192,8 @@ def _program_file(files: Collection[str], options: InferenceConfig) -> str:
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()
-    faster, of_few_bits = cpu_ops_file(cpu_ops.WIDTH), quantized_ops_file(cpu_ops.WIDTH)
-    of_blocks = blocks_file(cpu_ops.WIDTH)
+    faster, of_few_bits = cpu_ops_file(WIDTH), quantized_ops_file(WIDTH)
+    of_blocks = blocks_file(WIDTH)
     if of_blocks in files and fused_blocks.all_are_available():
         return of_blocks
     if of_few_bits in files and cpu_ops.are_available() and quantized.are_available():

@@ -12,6 +12,7 @@ from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export_dir import cpu_ops_file
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from tests.deploy.exports import GPT2_STYLE, Exported, make_export
 
 PROMPTS = ["the cat", "and", "the other hat and the ca", "", "é😀"]
@@ -117,7 +118,7 @@ def test_the_directory_needs_nothing_else(exported: Exported, tmp_path: Path) ->
     expected = exported.generator.generate(PROMPTS, cfg)
     names = sorted(path.relative_to(moved).as_posix() for path in moved.rglob("*") if path.is_file())
     model = [name for name in names if not name.startswith("tokenizer/")]
-    faster = [cpu_ops_file(cpu_ops.WIDTH)] if cpu_ops.are_available() else []
+    faster = [cpu_ops_file(WIDTH)] if cpu_ops.are_available() else []
     assert model == sorted(["export.json", "model.json", "model.pdiparams", *faster])
     assert str(exported.run.parent) not in (moved / "export.json").read_text()
     for options in ({"onednn": True}, {"ir_optim": False}):

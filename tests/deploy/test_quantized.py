@@ -22,7 +22,8 @@ from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file, 
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.cpu_ops import fused_blocks, ops
+from ppfleetx.nn.cpu_ops import fused_blocks
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from tests.compress.runs import DEEPSEEK, MODELS, add_adapters, write_corpus, write_run
 from tests.deploy.server.in_process import serve
 
@@ -56,7 +57,7 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
     engines = [InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))]
     if fused_blocks.all_are_available():
         faster = quantized_ops_file if style == "deepseek" else blocks_file  # which knows no experts
-        assert (directory / faster(ops.WIDTH)).is_file()
+        assert (directory / faster(WIDTH)).is_file()
         monkeypatch.setattr(inference_engine, "_program_file", lambda *_: PROGRAM_FILE)
         engines.append(InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1)))
     generator = load_generator(cfg, ParallelContext.single())

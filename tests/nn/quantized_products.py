@@ -188,11 +188,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=0)
     parser.add_argument("--sanitize", action="store_true")
     args = parser.parse_args()
-    from ppfleetx.nn.cpu_ops import ops, quantized
+    from ppfleetx.nn.cpu_ops import quantized
+    from ppfleetx.nn.cpu_ops.compiled import WIDTH
 
     with tempfile.TemporaryDirectory() as directory:
         if args.march != "native" or args.sanitize:
-            _build(args.march, args.width or ops.WIDTH, args.sanitize, Path(directory))
+            _build(args.march, args.width or WIDTH, args.sanitize, Path(directory))
         else:
             assert quantized.are_available(), "python -m ppfleetx.nn.cpu_ops compiles the operators"
         rng = np.random.default_rng(args.seed)

@@ -50,6 +50,7 @@ from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p,
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from ppfleetx.nn.latent_attention import LatentAttention
 
 
@@ -125,7 +126,7 @@ def save_program(
             weights = f"{path.name}.pdiparams"
             if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
                 raise RuntimeError("the two programs of an export do not have the same weights")
-            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name(cpu_ops.WIDTH)))
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name(WIDTH)))
 
 
 def _save(program: GenerationProgram, path: Path) -> None:
