@@ -12,19 +12,15 @@ thread.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
+from training_run import ROOT, records_of_run
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ppfleetx.planner.recipe import RecipeInputs, recipe
@@ -32,41 +28,25 @@ from ppfleetx.planner.recipe import RecipeInputs, recipe
 DATASET = {"input_dir": "quickstart/data/stdlib_text_document", "split": "95,5,0", "max_seq_len": 256}
 
 
-def configuration(inputs: RecipeInputs, factor: float, directory: str) -> dict[str, Any]:
-    """The recipe with the quickstart's data and ``factor`` times its learning rate."""
+def final_loss(inputs: RecipeInputs, factor: float) -> float:
+    """The evaluation loss after the last step of the recipe, with the quickstart's data and ``factor`` times
+    its learning rate; infinite if the run diverged."""
     values = recipe(inputs).values
     rate = factor * inputs.learning_rate
     values["Engine"] |= {
-        "logging_freq": 1,
         "eval_freq": inputs.steps,
         "eval_iters": max(1, 256 // inputs.batch),  # sequences: the same for every depth
         "mix_precision": {"enable": "auto", "dtype": "bfloat16"},
-        "save_load": {"save_steps": 0, "output_dir": directory},
     }
     values["Data"] = {"Train": {"dataset": DATASET}, "Eval": {"dataset": DATASET}}
     values["Optimizer"]["lr"] |= {"max_lr": rate, "min_lr": rate / 10}
-    return values
-
-
-def final_loss(inputs: RecipeInputs, factor: float) -> float:
-    """The evaluation loss after the last step; infinite if the run diverged."""
-    with tempfile.TemporaryDirectory() as directory:
-        config = Path(directory) / "recipe.yaml"
-        config.write_text(yaml.safe_dump(configuration(inputs, factor, directory)))
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "tools/train.py"), "-c", str(config)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            if "not finite" in done.stderr:
-                return float("inf")
-            raise SystemExit(done.stderr[-2000:])
-        rows = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if row["kind"] == "eval"][-1]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
+        yaml.safe_dump(values, config)
+        config.flush()
+        records = records_of_run(Path(config.name), {}, one_thread=True)
+    if records is None:
+        return float("inf")
+    return [record["loss"] for record in records if record["kind"] == "eval"][-1]
 
 
 def main() -> None:

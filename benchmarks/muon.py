@@ -12,18 +12,14 @@ compared is the last evaluation loss.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml"
+from training_run import TINY, records_of_run
+
 RATES = {"AdamW": (5e-4, 1e-3, 2e-3, 4e-3), "Muon": (4e-3, 8e-3, 16e-3)}
 
 
@@ -35,26 +31,18 @@ class Run(NamedTuple):
 
 def train(optimizer: str, rate: float, seed: int, steps: int, overrides: list[str]) -> Run:
     """One run of the quickstart's model."""
-    with tempfile.TemporaryDirectory() as directory:
-        keys = {
-            "Global.seed": seed,
-            "Engine.max_steps": steps,
-            "Engine.logging_freq": 1,
-            "Engine.eval_freq": max(1, steps // 5),
-            "Engine.eval_iters": 20,
-            "Engine.save_load.output_dir": directory,
-            "Engine.save_load.save_steps": 0,
-            "Optimizer.name": optimizer,
-            "Optimizer.lr.max_lr": rate,
-            "Optimizer.lr.min_lr": rate / 80,
-        }
-        command = [sys.executable, str(ROOT / "tools/train.py"), "-c", str(CONFIG)]
-        command += [word for key, value in keys.items() for word in ("-o", f"{key}={value}")]
-        command += [word for override in overrides for word in ("-o", override)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr[-2000:])
-        rows = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    keys = {
+        "Global.seed": seed,
+        "Engine.max_steps": steps,
+        "Engine.eval_freq": max(1, steps // 5),
+        "Engine.eval_iters": 20,
+        "Optimizer.name": optimizer,
+        "Optimizer.lr.max_lr": rate,
+        "Optimizer.lr.min_lr": rate / 80,
+    }
+    rows = records_of_run(TINY, keys, overrides)
+    if rows is None:
+        raise SystemExit(f"{optimizer} diverged at rate {rate}")
     curve = [(row["step"], row["loss"]) for row in rows if row["kind"] == "eval"]
     return Run(
         curve[-1][1], statistics.median(row["batch_cost"] for row in rows if row["kind"] == "train"), curve

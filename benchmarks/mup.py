@@ -11,57 +11,37 @@ mean loss of the last 20 steps. One thread each, two runs at a time.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml"
+from training_run import TINY, records_of_run
+
 LAST = 20
 
 
 def final_loss(width: int, rate: float, base: int | None, steps: int, std: float = 0.02) -> float:
     """The mean loss of the last steps; infinite if the run diverged."""
-    with tempfile.TemporaryDirectory() as directory:
-        keys = {
-            "Engine.max_steps": steps,
-            "Engine.logging_freq": 1,
-            "Engine.eval_freq": 0,
-            "Engine.save_load.output_dir": directory,
-            "Engine.save_load.save_steps": 0,
-            "Model.hidden_size": width,
-            "Model.num_layers": 2,
-            "Model.num_attention_heads": width // 32,
-            "Model.mup_base_width": "null" if base is None else base,
-            "Model.initializer_range": 0.02 if base is None else std,
-            "Data.Train.dataset.max_seq_len": 128,
-            "Data.Eval": "null",
-            "Optimizer.lr.decay_style": "constant",
-            "Optimizer.lr.warmup_steps": 10,
-            "Optimizer.lr.max_lr": rate,
-            "Optimizer.lr.min_lr": 0,
-        }
-        command = [sys.executable, str(ROOT / "tools/train.py"), "-c", str(CONFIG)]
-        command += [word for key, value in keys.items() for word in ("-o", f"{key}={value}")]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            if "not finite" in done.stderr or "nan" in done.stderr.lower():
-                return float("inf")
-            raise SystemExit(done.stderr[-2000:])
-        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-        losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    keys = {
+        "Engine.max_steps": steps,
+        "Engine.eval_freq": 0,
+        "Model.hidden_size": width,
+        "Model.num_layers": 2,
+        "Model.num_attention_heads": width // 32,
+        "Model.mup_base_width": "null" if base is None else base,
+        "Model.initializer_range": 0.02 if base is None else std,
+        "Data.Train.dataset.max_seq_len": 128,
+        "Data.Eval": "null",
+        "Optimizer.name": "AdamW",  # the only one with rules for the width
+        "Optimizer.lr.decay_style": "constant",
+        "Optimizer.lr.warmup_steps": 10,
+        "Optimizer.lr.max_lr": rate,
+        "Optimizer.lr.min_lr": 0,
+    }
+    records = records_of_run(TINY, keys, one_thread=True)
+    if records is None:
+        return float("inf")
+    losses = [record["loss"] for record in records if "loss" in record]
     return statistics.mean(losses[-LAST:])
 
 
