@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.tree import is_index
 
 
 def is_rank() -> bool:
@@ -34,6 +35,6 @@ def local_size() -> int:
 
 def _number(variable: str, default: int) -> int:
     value = os.environ.get(variable, str(default))
-    if not value.isdigit():
+    if not is_index(value):
         raise ConfigError("is not a number", key=variable, value=value, place="environment")
     return int(value)
