@@ -149,7 +149,7 @@ class Room:
         if name in SHAPES:
             if not (self.path / f"{name}.hf").exists():
                 layers, hidden, steps = SHAPES[name]
-                command = [self._hf_python, str(ROOT / "benchmarks" / "train_gpt2.py")]
+                command = [self._hf_python, str(ROOT / "benchmarks" / "make_hf_gpt2.py")]
                 command += ["--output", f"{name}.hf", "--tokenizer", "quickstart/tokenizer"]
                 command += ["--layers", str(layers), "--hidden", str(hidden), "--steps", str(steps)]
                 self.run([*command, "--corpus", f"{CORPUS}.bin"])
@@ -218,7 +218,7 @@ def evaluated(room: Room, name: str, checkpoint: Path, place: str) -> dict[str, 
 
 
 def _num_bytes(checkpoint: Path) -> int:
-    from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+    from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 
     found = open_resolved(resolve_checkpoint(str(checkpoint), verify=False))
     model = [found.entry(name) for name in found.names()]
@@ -256,8 +256,8 @@ def serve(checkpoint: str) -> None:
 
     from benchmarks import decode
     from ppfleetx.commands.generate import load_generator
+    from ppfleetx.commands.initialize import start_with
     from ppfleetx.commands.resolve_model import resolve_model
-    from ppfleetx.commands.start_process import start_with
     from ppfleetx.config.loader import load_config
 
     with ExitStack() as stack:

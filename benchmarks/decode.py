@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.generation.decoding_session import NextTokenModel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -168,8 +168,8 @@ def ours(
     import paddle
 
     from ppfleetx.generation.decode_loop import Rules, Sampler, decode, greedy
+    from ppfleetx.generation.decoding_session import DecodingSession
     from ppfleetx.generation.sampling_params import SamplingParams
-    from ppfleetx.generation.session import DecodingSession
     from ppfleetx.generation.speculative_decoding import decode_with_drafts
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
@@ -240,10 +240,10 @@ def our_model(**sizes: int) -> NextTokenModel:
     prepare_process()
     import_paddle()
     from ppfleetx.config.sections.root import ModelConfig
-    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.generation.decoding_session import NextTokenModel
     from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import InferenceFactory
+    from ppfleetx.models.staged_model import StagedModel
+    from ppfleetx.nn.layer_factory import InferenceFactory
 
     own = {
         "vocab_size": VOCAB,

@@ -163,7 +163,7 @@ def ours(model: str, threads: int) -> tuple[Run, Callable[[str], list[int]]]:
     import paddle
 
     from ppfleetx.generation.decode_loop import Rules, decode, greedy
-    from ppfleetx.generation.session import DecodingSession
+    from ppfleetx.generation.decoding_session import DecodingSession
 
     def run(prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
         clock, seen = Clock(), 0

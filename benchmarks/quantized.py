@@ -38,7 +38,7 @@ from benchmarks import decode
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import WeightsConfig
-    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.generation.decoding_session import NextTokenModel
 
 FORMS: dict[str, dict[str, int]] = {
     "int8": {"bits": 8, "group_size": 32, "asymmetric": True},
@@ -103,10 +103,10 @@ def small_model(weights: WeightsConfig) -> NextTokenModel:
 
     from ppfleetx.compress.rounding import nearest
     from ppfleetx.config.sections.root import ModelConfig
-    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.generation.decoding_session import NextTokenModel
     from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import InferenceFactory
+    from ppfleetx.models.staged_model import StagedModel
+    from ppfleetx.nn.layer_factory import InferenceFactory
     from ppfleetx.nn.quantized import with_quantized_weights
     from ppfleetx.nn.stage import canonical_parameters
 

@@ -68,10 +68,10 @@ def main() -> None:
 
 def make_model(args: argparse.Namespace) -> Any:
     from ppfleetx.config.sections.root import ModelConfig
-    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.generation.decoding_session import NextTokenModel
     from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import InferenceFactory
+    from ppfleetx.models.staged_model import StagedModel
+    from ppfleetx.nn.layer_factory import InferenceFactory
 
     cfg = ModelConfig(
         vocab_size=VOCAB,
@@ -95,8 +95,8 @@ def sample_with(next_token: Any) -> Sample:
     import paddle
 
     from ppfleetx.generation.decode_loop import Rules, Sampler, decode
+    from ppfleetx.generation.decoding_session import DecodingSession
     from ppfleetx.generation.sampling_params import SamplingParams
-    from ppfleetx.generation.session import DecodingSession
 
     def sample(prompts: list[list[int]], first: int, options: dict[str, Any]) -> list[list[int]]:
         streams = [(first + row, 0) for row in range(len(prompts))]
@@ -115,8 +115,8 @@ def sample_exported(next_token: Any, directory: Path) -> Sample:
     from ppfleetx.deploy.export_dir import PROGRAM
     from ppfleetx.deploy.inference_engine import Program
     from ppfleetx.deploy.static.program import save_program
+    from ppfleetx.generation.decoding_session import pad_left
     from ppfleetx.generation.gumbel_sampling import RandomStream
-    from ppfleetx.generation.session import pad_left
 
     save_program(next_token, POSITIONS, directory / PROGRAM)
     program = Program(directory, [path.name for path in directory.iterdir()], InferenceConfig(), "cpu")

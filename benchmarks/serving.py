@@ -39,13 +39,13 @@ START_SECONDS = 120.0
 
 def make_checkpoint(directory: Path) -> Path:
     """Random weights, and a tokenizer of few ids; gives the configuration."""
-    from ppfleetx.checkpoint.paddle_tensors import model_slices
+    from ppfleetx.checkpoint.state_dict import model_slices
     from ppfleetx.checkpoint.writer import save_checkpoint
     from ppfleetx.config.sections.root import ModelConfig
     from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
     from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.models.staged_model import StagedModel
+    from ppfleetx.nn.layer_factory import LocalFactory
 
     model = StagedModel(gpt_stages(ModelConfig(**MODEL), LocalFactory()))
     tokenizer = train_tokenizer(["some text to train on"], 300)

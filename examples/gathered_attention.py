@@ -5,7 +5,7 @@ import paddle
 from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.distributed.collectives import exchange
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.nn.attention_strategy import AttentionStrategy
+from ppfleetx.nn.context_parallel import AttentionStrategy
 
 
 class GatheredKeys(AttentionStrategy):

@@ -8,11 +8,11 @@ from paddle import nn
 from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
 from ppfleetx.models.gpt.spec import gpt_spec
 from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.nn.activation_memory import Step
 from ppfleetx.nn.aux_loss import AuxLoss, with_aux_loss
 from ppfleetx.nn.layer_spec import LinearSpec, within
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.mlp_spec import MLPSpec
-from ppfleetx.nn.tape import Step
 
 
 class TwoExperts(nn.Layer):

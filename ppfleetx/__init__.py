@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppfleetx.api.build_module import build_module
+    from ppfleetx.api.fleetx_module import build_module
     from ppfleetx.api.mindformers_gpt2 import GPT2LMHeadModel, GPT2Tokenizer
     from ppfleetx.api.model import GPT, load
     from ppfleetx.api.trainer import Trainer
@@ -43,7 +43,7 @@ _PLACES = {
     "GPT2Tokenizer": "ppfleetx.api.mindformers_gpt2",
     "Tokenizer": "ppfleetx.data.tokenizer.tokenizer",
     "Trainer": "ppfleetx.api.trainer",
-    "build_module": "ppfleetx.api.build_module",
+    "build_module": "ppfleetx.api.fleetx_module",
     "load": "ppfleetx.api.model",
     "load_config": "ppfleetx.config.loader",
 }

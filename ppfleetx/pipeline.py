@@ -2,6 +2,6 @@
 pipeline``.
 """
 
-from ppfleetx.api.text_generation import TextGenerationPipeline, pipeline
+from ppfleetx.api.mindformers_pipeline import TextGenerationPipeline, pipeline
 
 __all__ = ["TextGenerationPipeline", "pipeline"]

@@ -2,6 +2,6 @@
 should use ``ppfleetx.Trainer``.
 """
 
-from ppfleetx.api.text_generation import Trainer
+from ppfleetx.api.mindformers_pipeline import Trainer
 
 __all__ = ["Trainer"]

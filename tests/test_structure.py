@@ -66,7 +66,7 @@ KNOWS_KINDS = {
     "ppfleetx/utils/gpu_operators.py": "whose kernels the table has",
     "ppfleetx/planner/cards.py": "whose kernels are counted, a word of the planner's",
     "ppfleetx/dialects/mindformers/dialect.py": "a word of another program's",
-    "ppfleetx/dialects/megatron/run_rules.py": "a word of another program's",
+    "ppfleetx/dialects/megatron/training_rules.py": "a word of another program's",
     "ppfleetx/dialects/paddleformers/dialect.py": "a word of another program's",
 }
 """Files that may, and why."""

@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.commands.main import GROUPS
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import write_files
 
 Row = tuple[str, str]

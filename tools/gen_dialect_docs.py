@@ -13,7 +13,7 @@ sys.path.insert(0, str(_ROOT))
 from ppfleetx.config.errors import shown
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
 from ppfleetx.dialects.registry import dialects
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import filled_page, write_files
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.planner.alternatives import memory_savings, why_not
 from ppfleetx.planner.cards import GIB, load_card
 from ppfleetx.planner.communication import Cluster
@@ -18,7 +18,7 @@ from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.plan_to_config import read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import filled_page, write_files
 
 TOOL = "tools/gen_planner_docs.py"

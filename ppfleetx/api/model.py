@@ -21,8 +21,8 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.generation.text import as_prompts
-from ppfleetx.utils.devices import expected_device, not_supported_reasons
+from ppfleetx.generation.text_io import as_prompts
+from ppfleetx.utils.device_support import expected_device, not_supported_reasons
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation
-    from ppfleetx.generation.text import Prompt
-    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.generation.text_io import Prompt
+    from ppfleetx.models.staged_model import StagedModel
 
 
 Piece = tuple[int, int, str]
@@ -160,7 +160,7 @@ class GPT:
     def _restored(cls, cfg: RunConfig, tokenizer_dir: Path | None) -> Self:
         ctx = ready(cfg)
         from ppfleetx.commands.generate import find_tokenizer
-        from ppfleetx.commands.training import build_runner, find_weights
+        from ppfleetx.commands.train import build_runner, find_weights
 
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)
@@ -360,9 +360,9 @@ class GPT:
         Raises:
             CheckpointError: the checkpoint exists already, or cannot be written.
         """
-        from ppfleetx.checkpoint.paddle_tensors import model_slices
+        from ppfleetx.checkpoint.model_only import save_weights
+        from ppfleetx.checkpoint.state_dict import model_slices
         from ppfleetx.checkpoint.weights import in_stored_types
-        from ppfleetx.checkpoint.weights_only import save_weights
 
         return save_weights(
             directory,

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
 from ppfleetx.api.model import GPT
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, read_config
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, idx_path, optimal_dtype
 from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.utils.launched import world_size
+from ppfleetx.utils.launcher_env import world_size
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -158,7 +158,7 @@ class Trainer:
         """
         self._model = None
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
-        from ppfleetx.commands.training import train
+        from ppfleetx.commands.train import train
 
         engine = train(cfg, ctx, [_History(self.history), *self._callbacks])
         self._has_trained = True
@@ -181,7 +181,7 @@ class Trainer:
             UserError: there is no checkpoint, or no evaluation set.
         """
         cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
-        from ppfleetx.commands.training import evaluate
+        from ppfleetx.commands.train import evaluate
 
         records = evaluate(cfg, ctx)
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]

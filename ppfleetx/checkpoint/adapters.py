@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
+from ppfleetx.checkpoint.model_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, SIXTEEN_BIT
 from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabulary
-from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, naming
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes
-from ppfleetx.utils.files import is_taken, refuse_unwritable
+from ppfleetx.utils.output_files import is_taken, refuse_unwritable
 
 BASE = "base"
 """Manifest fingerprint key of the base weights, set in checkpoints that contain only adapters."""

@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 
 from ppfleetx.checkpoint import storage
-from ppfleetx.checkpoint.directory import complete_checkpoints
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -20,10 +19,11 @@ from ppfleetx.checkpoint.manifest import (
     seal,
 )
 from ppfleetx.checkpoint.reader import Checkpoint, read_marker
+from ppfleetx.checkpoint.resolve_checkpoint import complete_checkpoints
 from ppfleetx.checkpoint.run_ownership import Ownership, run_of
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.files import atomic_write, exclusive_lock, remove_unfinished
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import atomic_write, exclusive_lock, remove_unfinished
 
 # Name prefixes of a checkpoint that is being written, replaced or deleted. The dot hides it from every
 # search, so a checkpoint under a plain name is always complete.

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 from ppfleetx.config.formatting import bytes_text
 

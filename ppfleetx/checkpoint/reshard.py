@@ -13,19 +13,19 @@ from pathlib import Path
 import yaml
 
 from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_DIR, copy_tokenizer, documents_in
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.manifest import Manifest, TensorEntry, rank_directory
+from ppfleetx.checkpoint.model_only import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice
-from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.checkpoint.writer import commit, save_checkpoint, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import Shard
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.output_files import atomic_write
 
 _NO_LIMIT = 1 << 62
 _LAYER_NUMBER = re.compile(r"\.\d+\.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.formatting import counted
-from ppfleetx.config.plan import AXES
+from ppfleetx.config.parallel_plan import AXES
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import stream_tracker

@@ -18,7 +18,7 @@ from ppfleetx.checkpoint.manifest import (
 )
 from ppfleetx.checkpoint.reader import Checkpoint, read_manifest, read_marker
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.output_files import atomic_write
 
 RUN_FILE = "run_id"
 

@@ -22,8 +22,8 @@ import numpy as np
 from ppfleetx.checkpoint.manifest import CHUNK_BYTES, MAX_DOCUMENT_BYTES, DocumentEntry, FileEntry, SliceEntry
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.files import fsync_dir
 from ppfleetx.utils.input_files import opened, read_bounded
+from ppfleetx.utils.output_files import fsync_dir
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

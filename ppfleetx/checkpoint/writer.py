@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint import housekeeping, storage
-from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import (
     MANIFEST_FILE,
     MARKER_FILE,
@@ -23,12 +22,13 @@ from ppfleetx.checkpoint.manifest import (
     step_directory,
 )
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint, read_marker
+from ppfleetx.checkpoint.resolve_checkpoint import newest_complete
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.formatting import counted
-from ppfleetx.config.plan import AXES
-from ppfleetx.utils.files import fsync_dir
+from ppfleetx.config.parallel_plan import AXES
+from ppfleetx.utils.output_files import fsync_dir
 
 MAX_FILE_BYTES = 4 * 1024**3
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
-from ppfleetx.checkpoint.directory import named_checkpoint, open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import named_checkpoint, open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import (
     check_checkpoint,
     check_options,
@@ -15,7 +15,7 @@ from ppfleetx.commands.generate import (
     find_tokenizer,
     load_generator,
 )
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.reading.tree import is_argument

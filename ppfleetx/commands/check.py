@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from ppfleetx.commands.start_process import refuse_foreign_weights
+from ppfleetx.commands.initialize import refuse_foreign_weights
 from ppfleetx.config.formatting import bytes_text, counted, runs_of
 from ppfleetx.config.ineffective_options import absent_loggers, missing, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import EXPERT_AXES, Mesh
-from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
@@ -32,7 +32,7 @@ from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.job import mean_states
 from ppfleetx.planner.report import memory_lines
-from ppfleetx.utils.devices import CPU, GPU, expected_device, not_supported_reasons
+from ppfleetx.utils.device_support import CPU, GPU, expected_device, not_supported_reasons
 from ppfleetx.utils.gpu_operators import host_operator_notes
 
 _MAX_GROUPS_SHOWN = 2
@@ -45,7 +45,7 @@ _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
     """Print a report on a configuration. Raises UserError if a run would be refused. ``world_size`` is the
     number of processes; None: as many as the plan needs."""
-    from ppfleetx.core.engine.run_directory import check_start
+    from ppfleetx.core.engine.check_output_dir import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
 
     cfg = load_config(config, overrides, world_size=world_size)

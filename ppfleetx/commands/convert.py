@@ -74,7 +74,7 @@ class Convert(Command):
 
     def run(self) -> None:
         plan = None if self.plan is None else parse_plan(self.plan)
-        from ppfleetx.config.plan import ParallelPlan
+        from ppfleetx.config.parallel_plan import ParallelPlan
         from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
         from ppfleetx.conversion.hub import local_directory
         from ppfleetx.utils.log import configure_logging

@@ -153,7 +153,7 @@ class Index(ConfigOptions):
     """
 
     def run(self) -> None:
-        from ppfleetx.commands.start_process import made_directory
+        from ppfleetx.commands.initialize import made_directory
         from ppfleetx.config.loader import load_config
         from ppfleetx.config.sections.data import MODES
         from ppfleetx.data.build import build_dataloader

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.commands.launching import SCRIPT, LaunchOptions
 from ppfleetx.commands.options import OptionalConfigOptions, option, refuse_not_positive, switch
-from ppfleetx.utils.launched import local_rank, local_size, rank, world_size
+from ppfleetx.utils.launcher_env import local_rank, local_size, rank, world_size
 
 if TYPE_CHECKING:
-    from ppfleetx.doctor.check import Row, Target
+    from ppfleetx.doctor.results import Row, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ examples:
         from ppfleetx.doctor.libraries import broken_row
 
         try:
-            from ppfleetx.doctor.check import exit_code, in_groups
             from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, leave_report
+            from ppfleetx.doctor.results import exit_code, in_groups
             from ppfleetx.doctor.run import examine_job
 
             target = _target(self)
@@ -114,8 +114,8 @@ def _target(options: Doctor) -> Target:
     configuration cannot be read, the result has a report row that says why."""
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.doctor.check import Target, fail
-    from ppfleetx.utils.devices import expected_device
+    from ppfleetx.doctor.results import Target, fail
+    from ppfleetx.utils.device_support import expected_device
 
     size, cfg, found, device = world_size(), None, [], expected_device("auto")
     try:
@@ -138,7 +138,7 @@ def _target(options: Doctor) -> Target:
 
 
 def _show(rows: Sequence[Row], world_size: int, *, as_object: bool) -> int:
-    from ppfleetx.doctor.check import as_json, as_table, exit_code
+    from ppfleetx.doctor.results import as_json, as_table, exit_code
 
     print(as_json(rows, world_size) if as_object else as_table(rows), flush=True)
     return exit_code(rows)

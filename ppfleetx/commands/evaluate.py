@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
-from ppfleetx.commands.start_process import made_directory, start_with
+from ppfleetx.commands.initialize import made_directory, start_with
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
@@ -27,9 +27,9 @@ from ppfleetx.data.tasks.evaluation import (
 )
 from ppfleetx.data.tokenizer.tokenizer import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
-from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS
-from ppfleetx.utils.files import atomic_write, writing
+from ppfleetx.resilience.progress import EVALUATING, PROGRESS
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import atomic_write, writing
 from ppfleetx.utils.progress_bar import track
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def run_loaded(cfg: RunConfig) -> None:
         _run_offline(cfg)
         return
     cfg, ctx = start_with(cfg, reads=("Eval", "Test"))
-    from ppfleetx.commands.training import evaluate as evaluate_on_corpus
+    from ppfleetx.commands.train import evaluate as evaluate_on_corpus
 
     evaluate_on_corpus(cfg, ctx)
 
@@ -157,7 +157,7 @@ def evaluate(
 ) -> tuple[Result, dict[str, Any]]:
     """Score the encoded texts in ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the
     result, which is the same on all ranks, and the settings of the evaluation."""
-    from ppfleetx.commands.training import build_runner, find_weights
+    from ppfleetx.commands.train import build_runner, find_weights
 
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
         start = find_weights(cfg, ctx)

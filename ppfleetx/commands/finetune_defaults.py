@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import parse_step_directory
+from ppfleetx.checkpoint.resolve_checkpoint import newest_complete
 from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.config.loader import ConfigSource, read_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
-from ppfleetx.utils.launched import rank
+from ppfleetx.utils.launcher_env import rank
 from ppfleetx.utils.log import configure_logging, get_logger
 
 EPOCHS = 3

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
-from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.checkpoint.model_only import find_tokenizer_dir
+from ppfleetx.checkpoint.resolve_checkpoint import named_checkpoint, resolve_checkpoint
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.overrides import Setting
@@ -24,9 +24,9 @@ from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_e
 from ppfleetx.core.engine.training_watchdog import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.distributed.coordination import gather, joint_errors
-from ppfleetx.resilience.heartbeat import PROGRESS
-from ppfleetx.utils.files import atomic_write, writing
+from ppfleetx.resilience.progress import PROGRESS
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import atomic_write, writing
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
@@ -187,7 +187,7 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
     """Load the checkpoint ``Engine.save_load.ckpt_dir``, and return a text generator with its model. The
     model's tokenizer is loaded too, unless the caller passes it as ``tokenizer``."""
-    from ppfleetx.commands.training import build_runner, find_weights
+    from ppfleetx.commands.train import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops
 

@@ -14,8 +14,8 @@ from ppfleetx.commands.generate import (
     read_prompts,
     write_generations,
 )
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
-from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.parse import Sections, model_in
@@ -29,8 +29,8 @@ from ppfleetx.deploy.export_dir import (
     open_export,
 )
 from ppfleetx.distributed.coordination import joint_errors
-from ppfleetx.utils.devices import expected_device
-from ppfleetx.utils.launched import world_size
+from ppfleetx.utils.device_support import expected_device
+from ppfleetx.utils.launcher_env import world_size
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.config.formatting import counted
 from ppfleetx.utils.end_processes import LAUNCHER
-from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
-from ppfleetx.utils.launched import is_rank, rank
+from ppfleetx.utils.launcher_env import is_rank, rank
+from ppfleetx.utils.output_files import refuse_unwritable
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 """The file that each rank runs, with a verb and its arguments."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.output_files import atomic_write
 
 if TYPE_CHECKING:
     from ppfleetx.commands.lm_eval_model import HarnessModel

@@ -1,13 +1,15 @@
-"""Read the metrics file of a run (``metrics.jsonl``), and draw its loss curves."""
+"""Read the metrics file of a run (``metrics.jsonl``), and draw its loss curves (``ppfleetx plot``)."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.commands.options import Command, option
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 
 Record = dict[str, Any]
@@ -17,6 +19,19 @@ Series = dict[str, tuple[list[int], list[float]]]
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plot(Command):
+    """Draw the loss curves in a run's metrics.jsonl and write them as a picture."""
+
+    metrics: Path = option("metrics.jsonl of a run", default=MISSING)
+    output: Path = option("PNG to write", default=MISSING)
+
+    def run(self) -> None:
+        refuse_unknown_picture(self.output, "--output")
+        save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
+        print(f"loss curve: {self.output}")
+
+
 def read_records(path: Path) -> list[Record]:
     """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory. An
     incomplete last line is ignored.
@@ -24,7 +39,7 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         DataError: there is no such file, a line is not a record, or there is no training step.
     """
-    from ppfleetx.core.engine.run_directory import METRICS_FILE  # imports NumPy; --help reads this module
+    from ppfleetx.core.engine.check_output_dir import METRICS_FILE  # imports NumPy; --help reads this module
 
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():

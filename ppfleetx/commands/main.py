@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx import __version__
 from ppfleetx.commands.options import import_plugins
-from ppfleetx.utils.cli import EXIT_USER_ERROR, run_tool
+from ppfleetx.utils.exit_codes import EXIT_USER_ERROR, run_tool
 
 if TYPE_CHECKING:
     from ppfleetx.commands.options import Command
@@ -57,8 +57,8 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
             "print another toolkit's configuration or command line as ours",
         ),
         Verb("index", "corpus_verbs:Index", "build the index maps of a configuration ahead of a run"),
-        Verb("compare", "compare:Compare", "compare the losses of two runs"),
-        Verb("plot", "compare:Plot", "draw the loss curves of a run"),
+        Verb("compare", "loss_compare:Compare", "compare the losses of two runs"),
+        Verb("plot", "loss_curves:Plot", "draw the loss curves of a run"),
         Verb("report", "train_verbs:Report", "describe a run on one page: curves, samples, speed, cost"),
     ),
     "use a model": (
@@ -66,20 +66,18 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("chat", "model_verbs:Chat", "talk with a model"),
         Verb("eval", "model_verbs:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
         Verb("lm-eval", "model_verbs:LmEval", "tasks of lm-evaluation-harness"),
-        Verb("export", "serving:Export", "export a checkpoint as a program that generates by itself"),
+        Verb("export", "deploy_verbs:Export", "export a checkpoint as a program that generates by itself"),
         Verb("infer", "model_verbs:Infer", "continue prompts with an exported model"),
-        Verb("serve", "serving:Serve", "serve a checkpoint over HTTP"),
+        Verb("serve", "deploy_verbs:Serve", "serve a checkpoint over HTTP"),
     ),
     "checkpoints": (
         Verb("inspect", "inspect_checkpoint:Inspect", "show a checkpoint, verify its checksums, compare two"),
         Verb(
             "convert", "convert:Convert", "convert checkpoints: Hugging Face, FleetX, Megatron-LM, ppfleetx"
         ),
-        Verb(
-            "quantize", "checkpoint_transforms:Quantize", "store the weights of a checkpoint in 8 or 4 bits"
-        ),
-        Verb("prune", "checkpoint_transforms:Prune", "take heads, units and layers out of a checkpoint"),
-        Verb("upcycle", "checkpoint_transforms:Upcycle", "make a mixture of experts from a dense model"),
+        Verb("quantize", "checkpoint_verbs:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
+        Verb("prune", "checkpoint_verbs:Prune", "take heads, units and layers out of a checkpoint"),
+        Verb("upcycle", "checkpoint_verbs:Upcycle", "make a mixture of experts from a dense model"),
         Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),
     ),
     "data": (

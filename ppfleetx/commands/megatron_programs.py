@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ppfleetx.commands.check import check_report, human_count
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.run_directory import METRICS_FILE
+from ppfleetx.core.engine.check_output_dir import METRICS_FILE
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -29,9 +29,9 @@ from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.end_processes import LAUNCHER
-from ppfleetx.utils.files import atomic_write, is_taken, put_aside
 from ppfleetx.utils.input_files import os_errors
-from ppfleetx.utils.launched import world_size
+from ppfleetx.utils.launcher_env import world_size
+from ppfleetx.utils.output_files import atomic_write, is_taken, put_aside
 
 USAGE = """\
 usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them
@@ -73,7 +73,7 @@ def train_translated(
         print(check_report(cfg))
         return
     cfg, ctx = start_with(cfg, reads=("Train", "Eval"))
-    from ppfleetx.commands.training import train
+    from ppfleetx.commands.train import train
 
     train(cfg, ctx)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.config_and_tokenizer import tokenizer_files
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.commands import evaluate, generate
 from ppfleetx.commands.check import check_report
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import load_tree
@@ -31,10 +31,10 @@ from ppfleetx.conversion.huggingface.read_files import (
 )
 from ppfleetx.conversion.safetensors_file import SINGLE
 from ppfleetx.data.build import open_corpora
-from ppfleetx.dialects.mindformers.arguments import usage
+from ppfleetx.dialects.mindformers.command_line import usage
 from ppfleetx.dialects.mindformers.dialect import run_of
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.launched import world_size
+from ppfleetx.utils.launcher_env import world_size
 
 _FOREIGN_DATA = (".mindrecord", ".tfrecord")
 
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> None:
 def _train(cfg: RunConfig, _: Translation) -> None:
     _require_corpus(cfg, "Train")
     cfg, ctx = start_with(cfg, reads=("Train",))
-    from ppfleetx.commands.training import train
+    from ppfleetx.commands.train import train
 
     train(cfg, ctx)
 

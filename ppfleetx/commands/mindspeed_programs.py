@@ -16,8 +16,8 @@ from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.end_processes import LAUNCHER
-from ppfleetx.utils.files import writing
 from ppfleetx.utils.lost_peers import START_VARIABLE
+from ppfleetx.utils.output_files import writing
 
 USAGE = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] [Megatron's arguments, which replace what the file says]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ppfleetx.commands.launching import LaunchOptions
 from ppfleetx.commands.options import OptionalConfigOptions, option, positional, whole_number
 from ppfleetx.config.errors import ConfigError, naming
-from ppfleetx.utils.launched import world_size
+from ppfleetx.utils.launcher_env import world_size
 
 if TYPE_CHECKING:
     from ppfleetx.config.loader import ConfigSource

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.commands.options import refuse_not_positive
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.plan import AXES, ParallelPlan, violations
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner import ANY_CARD
 from ppfleetx.planner.alternatives import why_not

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ppfleetx.commands.options import Command, option, switch, whole_number
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.machine import available_cpus
+from ppfleetx.utils.output_files import refuse_unwritable
 
 if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer

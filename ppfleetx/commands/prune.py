@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.model_only import save_weights
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
-from ppfleetx.checkpoint.weights_only import save_weights
-from ppfleetx.commands.checkpoint_transforms import (
+from ppfleetx.commands.checkpoint_verbs import (
     Prune,
     calibration_samples,
     open_model,
     refuse_quantized_or_adapted,
 )
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.compress.prune import (
     kept_of,
     magnitude_scores,

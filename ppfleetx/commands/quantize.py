@@ -7,21 +7,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.weights_only import save_weights
-from ppfleetx.commands.checkpoint_transforms import (
+from ppfleetx.checkpoint.model_only import save_weights
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.commands.checkpoint_verbs import (
     calibration_samples,
     open_model,
     refuse_quantized_or_adapted,
 )
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import CompressConfig, WeightsConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.commands.checkpoint_transforms import Quantize
+    from ppfleetx.commands.checkpoint_verbs import Quantize
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 REPORT_FILE = "quantization.json"

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppfleetx.checkpoint.config_and_tokenizer import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.model_only import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys

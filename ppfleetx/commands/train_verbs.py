@@ -26,9 +26,9 @@ from ppfleetx.commands.options import (
     whole_number,
 )
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.plan import AXES, PLAN_WORDS
+from ppfleetx.config.parallel_plan import AXES, PLAN_WORDS
 from ppfleetx.planner import ANY_CARD, shipped_cards
-from ppfleetx.utils.launched import world_size
+from ppfleetx.utils.launcher_env import world_size
 
 _RUN = "about the whole run"
 
@@ -64,10 +64,10 @@ examples:
             size = self.num_processes or world_size()
             check(self.config, overrides, world_size=size if size > 1 else None)
             return
-        from ppfleetx.commands.start_process import start_process
+        from ppfleetx.commands.initialize import start_process
 
         cfg, ctx = start_process(self.config, overrides, reads=("Train", "Eval"))
-        from ppfleetx.commands.training import train
+        from ppfleetx.commands.train import train
 
         train(cfg, ctx)
 
@@ -98,7 +98,7 @@ examples:
 
     def run(self) -> None:
         from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
-        from ppfleetx.commands.start_process import start_process
+        from ppfleetx.commands.initialize import start_process
 
         given = [*self.override, *self.settings()]
         with job_of(
@@ -110,7 +110,7 @@ examples:
             if self.config is None:
                 overrides += finetuning_defaults(job.config, overrides)
             cfg, ctx = start_process(job.config, overrides, reads=("Train", "Eval"))
-            from ppfleetx.commands.training import train
+            from ppfleetx.commands.train import train
 
             train(cfg, ctx)
 
@@ -228,7 +228,7 @@ examples:
 
     def run(self) -> None:
         from ppfleetx.planner.recipe import RecipeInputs, recipe
-        from ppfleetx.utils.files import atomic_write, refuse_as_new_file
+        from ppfleetx.utils.output_files import atomic_write, refuse_as_new_file
 
         refuse_not_positive(self, "tokens_per_param", "price")
         count, _, card = self.cards.partition("x")

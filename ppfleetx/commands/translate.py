@@ -11,7 +11,7 @@ from ppfleetx.config.loader import load_tree
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.dialects.registry import dialect_named, dialect_of_arguments, dialect_of_file
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.files import atomic_write, refuse_as_new_file, writing
+from ppfleetx.utils.output_files import atomic_write, refuse_as_new_file, writing
 
 if TYPE_CHECKING:
     from ppfleetx.commands.train_verbs import Translate

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
+from ppfleetx.checkpoint.model_only import read_ppfleetx, save_weights
 from ppfleetx.checkpoint.weights import fitted, network_of, slices_of
-from ppfleetx.checkpoint.weights_only import read_ppfleetx, save_weights
-from ppfleetx.commands.checkpoint_transforms import Upcycle, open_model, refuse_quantized_or_adapted
+from ppfleetx.commands.checkpoint_verbs import Upcycle, open_model, refuse_quantized_or_adapted
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig

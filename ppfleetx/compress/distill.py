@@ -16,9 +16,9 @@ import paddle
 from paddle import distributed
 from paddle.autograd import PyLayer
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.paddle_tensors import load_model
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.state_dict import load_model
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.compress import DistillConfig, WeightsConfig, is_of_quantizer
@@ -26,7 +26,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors, WrappedTask
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.chunked_loss import ChunkedHead, DeferredLogits, OfPiece
 from ppfleetx.nn.loss_output import LossOutput
 from ppfleetx.nn.quantized import with_quantized_weights

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 from paddle import distributed
 
-from ppfleetx.checkpoint.paddle_tensors import changed_on_host, dtype_of, host_array
+from ppfleetx.checkpoint.state_dict import changed_on_host, dtype_of, host_array
 from ppfleetx.compress.prune import (
     LAYER,
     GroupsAndUnits,

@@ -15,9 +15,9 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppfleetx.checkpoint.paddle_tensors import dtype_of, load_model
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
+from ppfleetx.checkpoint.state_dict import dtype_of, load_model
 from ppfleetx.checkpoint.weights import in_stored_types, vocab_dims, with_vocabulary
 from ppfleetx.compress.calibration_data import Samples
 from ppfleetx.compress.quantization_report import LayerReport, Report
@@ -44,7 +44,7 @@ from ppfleetx.config.sections.compress import (
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.param_spec_transforms import MATRICES
 from ppfleetx.nn.quantized import QuantizedLinear, with_quantized_weights

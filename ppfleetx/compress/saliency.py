@@ -11,18 +11,18 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 
-from ppfleetx.checkpoint.paddle_tensors import load_model
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.state_dict import load_model
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.compress.prune import GroupsAndUnits
 from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import model_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.moe import Router
-from ppfleetx.nn.router import Routing
+from ppfleetx.nn.routing import Routing
 from ppfleetx.nn.stage import canonical_parameters
 
 _ROWS = 4  # windows per batch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppfleetx.config.fields import RuleError
+from ppfleetx.config.field_types import RuleError
 from ppfleetx.config.formatting import counted
 
 _GLOBAL = "Global.global_batch_size"

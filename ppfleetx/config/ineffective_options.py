@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import Section
+from ppfleetx.config.field_types import Section
 from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES, OptimizerTraits

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ppfleetx.config.fields import RuleError
+from ppfleetx.config.field_types import RuleError
 from ppfleetx.config.registry import Registry
 
 
@@ -211,7 +211,7 @@ CALLBACKS.register("memory", f"{_CALLBACKS}.device_usage:MemoryLog.of")
 CALLBACKS.register("forecast", f"{_CALLBACKS}.device_usage:Forecast.of")
 CALLBACKS.register("visual_dl", f"{_CALLBACKS}.records:LogWriters.visual_dl")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
-CALLBACKS.register("predictions", "ppfleetx.core.module.finetune:Predictions.of")
+CALLBACKS.register("predictions", "ppfleetx.core.module.classification:Predictions.of")
 # Log lines of other toolkits, for programs that read them.
 CALLBACKS.register(
     "megatron_log", f"{_CALLBACKS}.log_lines:MegatronLog.of", traits=CallbackTraits(ranks="loss")

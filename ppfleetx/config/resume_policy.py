@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ppfleetx.config.field_annotations import field_types, section_in
-from ppfleetx.config.fields import Section
+from ppfleetx.config.field_types import Section
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 

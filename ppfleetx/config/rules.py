@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ppfleetx.config.fields import RuleError
-from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
+from ppfleetx.config.field_types import RuleError
+from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, parts_out
 from ppfleetx.config.sections.data import GLUE_OUTPUTS, MODES, DatasetConfig

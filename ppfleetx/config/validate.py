@@ -19,7 +19,7 @@ from ppfleetx.config.field_annotations import (
     nearest_keys,
     section_in,
 )
-from ppfleetx.config.fields import MAX_COUNT, RuleError, Section
+from ppfleetx.config.field_types import MAX_COUNT, RuleError, Section
 from ppfleetx.config.reading.tree import Node, is_index
 from ppfleetx.config.sections.root import RunConfig
 

@@ -60,10 +60,10 @@ def our_logits(
     import_paddle()
     import paddle
 
-    from ppfleetx.checkpoint.paddle_tensors import load_model
+    from ppfleetx.checkpoint.state_dict import load_model
     from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.models.staged_model import StagedModel
+    from ppfleetx.nn.layer_factory import LocalFactory
     from ppfleetx.nn.stage import canonical_parameters
 
     network = StagedModel(gpt_stages(model, LocalFactory()))

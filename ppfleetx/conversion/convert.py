@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.lazy_tensors import FLOAT_DTYPES
+from ppfleetx.checkpoint.model_only import load_tokenizer, read_ppfleetx, write_ppfleetx
 from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
-from ppfleetx.checkpoint.weights_only import load_tokenizer, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, shown
-from ppfleetx.config.fields import Section
+from ppfleetx.config.field_types import Section
 from ppfleetx.config.loader import read_config
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.resume_policy import first_difference, network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig
@@ -36,9 +36,9 @@ from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.read_files import read_stored
 from ppfleetx.conversion.megatron import read_megatron
 from ppfleetx.models.gpt.spec import parameter_specs
-from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import is_taken, refuse_as_new_file, refuse_unwritable
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import re
 import shlex
 from pathlib import Path
 
-from ppfleetx.checkpoint.directory import weight_sources
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
+from ppfleetx.checkpoint.resolve_checkpoint import weight_sources
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
 from ppfleetx.conversion.fleetx import is_fleetx
 from ppfleetx.conversion.gguf import is_gguf
-from ppfleetx.conversion.huggingface.config_keys import model_keys, of_paddle
+from ppfleetx.conversion.huggingface.config_import import model_keys, of_paddle
 from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     PADDLE_CONFIG,

@@ -21,7 +21,7 @@ from ppfleetx.config.sections.rope import LLAMA3, RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.gguf_tokenizer import special_id, tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.tensor_mapping import rules

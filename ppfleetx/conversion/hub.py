@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_FILES
 from ppfleetx.config.errors import CheckpointError, UserError, shown
 from ppfleetx.config.formatting import counted
 from ppfleetx.conversion.detect import HUB
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.read_files import (
     CONFIG,
     GENERATION_CONFIG,

@@ -18,7 +18,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.translation import Translation, take
-from ppfleetx.dialects.user_values import Given
+from ppfleetx.dialects.user_options import Given
 
 _SECTION = "Model.moe."
 _READ = (

@@ -17,8 +17,8 @@ from ppfleetx.checkpoint.storage import write_safetensors
 from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import split_into_files
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.input_files import first_bytes, parse_json
+from ppfleetx.utils.output_files import atomic_write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The `format` in the metadata of files from PaddleNLP and PaddleFormers.

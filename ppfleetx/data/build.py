@@ -21,9 +21,9 @@ from ppfleetx.data.blended import (
     weighted_order,
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
+from ppfleetx.data.dataloader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
-from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tokenizer.json_files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.formatting import counted
-from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.input_files import file_status, opened
+from ppfleetx.utils.output_files import atomic_write
 
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import available_bytes
+from ppfleetx.utils.output_files import atomic_write
 
 ORDER_VERSION = 1
 """Increase this when equal arguments give different maps than before. It is part of cache names and

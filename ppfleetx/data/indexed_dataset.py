@@ -34,8 +34,8 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
-from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.input_files import file_status, opened, os_errors
+from ppfleetx.utils.output_files import atomic_write
 
 _CHUNK = 1 << 22  # index entries handled at a time, to avoid a second copy of the index in memory
 _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096

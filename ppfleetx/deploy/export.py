@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import publish
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.run_directory import directory_error
+from ppfleetx.core.engine.check_output_dir import directory_error
 from ppfleetx.deploy.export_dir import (
     PROGRAM,
     RANK_DIRECTORY,
@@ -22,8 +22,8 @@ from ppfleetx.deploy.export_dir import (
     is_export,
 )
 from ppfleetx.distributed.device import is_card
-from ppfleetx.utils.files import exclusive_lock, is_taken, why_not_writable
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import exclusive_lock, is_taken, why_not_writable
 from ppfleetx.utils.progress_bar import ProgressBar
 
 if TYPE_CHECKING:

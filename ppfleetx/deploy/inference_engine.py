@@ -27,10 +27,10 @@ from ppfleetx.deploy.export_dir import (
 )
 from ppfleetx.distributed.device import is_card, is_gpu, kind_of, waiting_for_each_operator
 from ppfleetx.generation.decode_loop import Row
+from ppfleetx.generation.decoding_session import pad_left
 from ppfleetx.generation.generator import Batch, TextGenerator
-from ppfleetx.generation.processors import SMALLEST
-from ppfleetx.generation.session import pad_left
-from ppfleetx.generation.text import RowText
+from ppfleetx.generation.logits_processors import SMALLEST
+from ppfleetx.generation.text_io import RowText
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops.compiled import WIDTH

@@ -11,7 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.key_tables import KeyTable
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.dialects.user_values import normal_name, refuse_other_models
+from ppfleetx.dialects.user_options import normal_name, refuse_other_models
 
 _MODULES: tuple[str, ...] = (
     "mindformers.dialect",

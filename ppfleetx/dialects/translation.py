@@ -16,7 +16,7 @@ from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node, nested, node_of, put
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
-from ppfleetx.dialects.user_values import Given
+from ppfleetx.dialects.user_options import Given
 
 DEFAULT = "its default"
 """Comment for values that are the toolkit's default."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.mesh import Mesh, levels_of
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.resilience.flight_recorder import RECORD
 
 DATA_AXES = ("dp", "sharding")
@@ -136,7 +136,7 @@ class ParallelContext:
         these ranks get bitwise equal sums."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
-        from ppfleetx.distributed.transfer import read, upload
+        from ppfleetx.distributed.host_device_copy import read, upload
 
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 

@@ -17,7 +17,7 @@ from ppfleetx.config.formatting import ranks_text
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
 from ppfleetx.resilience.flight_recorder import RECORD
-from ppfleetx.utils.launched import local_rank, local_size
+from ppfleetx.utils.launcher_env import local_rank, local_size
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
     import paddle
     from paddle import distributed
 
-    from ppfleetx.distributed.transfer import read, upload
+    from ppfleetx.distributed.host_device_copy import read, upload
 
     own = upload(mine)
     received = paddle.empty([ctx.world_size * mine.size], own.dtype)

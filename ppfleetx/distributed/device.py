@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, cpu_obstacle, how_to_get, no_such_card
+from ppfleetx.utils.device_support import CPU, GPU, PLUGINS_ROOT, XPU, cpu_obstacle, how_to_get, no_such_card
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import paddle
 from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.mesh import SMALL_MESSAGE
-from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 from ppfleetx.config.rules import expert_message_bytes
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext

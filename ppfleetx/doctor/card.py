@@ -12,8 +12,8 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.distributed.device import allow_tf32, capability, count, is_gpu, kind_of, total_memory
-from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped, warn
-from ppfleetx.nn.fused import TABLE, obstacles
+from ppfleetx.doctor.results import Row, Target, fail, lacks, ok, skipped, warn
+from ppfleetx.nn.fused_ops import TABLE, obstacles
 
 _QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"
 _QUERY_SECONDS = 20.0

@@ -15,7 +15,7 @@ from ppfleetx.config.formatting import bytes_text
 from ppfleetx.distributed.collectives import alltoall_rows
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages, is_card, on_card
-from ppfleetx.doctor.check import Row, fail, ok
+from ppfleetx.doctor.results import Row, fail, ok
 
 CPU_SIZES = (4 << 10, 256 << 10, 4 << 20)
 CARD_SIZES = (4 << 10, 1 << 20, 16 << 20, 128 << 20)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.ineffective_options import missing, without_effect
-from ppfleetx.core.engine.run_directory import check_start
+from ppfleetx.core.engine.check_output_dir import check_start
 from ppfleetx.distributed.device import is_card, kind_of, total_memory
-from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
+from ppfleetx.doctor.results import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.report import verdict
-from ppfleetx.utils.devices import not_supported_reasons
+from ppfleetx.utils.device_support import not_supported_reasons
 from ppfleetx.utils.gpu_operators import host_operator_notes
 from ppfleetx.utils.machine import available_bytes
 

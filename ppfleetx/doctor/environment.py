@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ppfleetx import __version__
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
-from ppfleetx.doctor.check import Row, Target, fail, ok, warn
+from ppfleetx.doctor.results import Row, Target, fail, ok, warn
 from ppfleetx.utils.installed import not_installed, version_of
 from ppfleetx.utils.machine import available_bytes, available_cpus, read_cpuinfo
 from ppfleetx.utils.process_env import import_paddle, prepare_process

@@ -11,20 +11,20 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint, weight_sources
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint, weight_sources
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.formatting import bytes_text, counted
 from ppfleetx.config.sections.data import MODES
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.conversion.detect import refuse_foreign
-from ppfleetx.core.engine.run_directory import output_dir_of
+from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.corpus_checks import token_id_lines
 from ppfleetx.data.gpt_dataset import split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
-from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
+from ppfleetx.doctor.results import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.run_cost import checkpoint_bytes
 from ppfleetx.utils.input_files import opened

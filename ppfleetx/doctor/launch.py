@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.formatting import counted
-from ppfleetx.doctor.check import Row, Status, Target, exit_code, fail, in_groups
 from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
+from ppfleetx.doctor.results import Row, Status, Target, exit_code, fail, in_groups
 from ppfleetx.doctor.run import LOCAL_SECONDS
 from ppfleetx.utils.lost_peers import START_VARIABLE
 

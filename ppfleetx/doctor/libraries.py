@@ -11,11 +11,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.doctor.check import Row, fail, ok
+from ppfleetx.doctor.results import Row, fail, ok
 from ppfleetx.utils.installed import LIBRARIES, not_installed
 
 if TYPE_CHECKING:
-    from ppfleetx.doctor.check import Target
+    from ppfleetx.doctor.results import Target
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 

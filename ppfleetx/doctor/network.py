@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ppfleetx.distributed.rendezvous import RendezvousError
-from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
+from ppfleetx.doctor.results import Row, Target, fail, ok, warn, within
 from ppfleetx.utils.machine import interface_address, interface_flags
 
 _UP, _LOOPBACK = 0x1, 0x8  # linux/if.h

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ppfleetx.distributed.device import backends, is_built_for_gpus, is_card, kind_of
-from ppfleetx.doctor.check import Row, Target, fail, ok, warn
-from ppfleetx.utils.devices import HALF_TYPES
+from ppfleetx.doctor.results import Row, Target, fail, ok, warn
+from ppfleetx.utils.device_support import HALF_TYPES
 from ppfleetx.utils.gpu_operators import (
     GPU_BACKENDS,
     Kernel,
@@ -19,7 +19,7 @@ _CPU_BACKENDS = ("CPU", "ONEDNN")
 _FLOATS = (*HALF_TYPES, "float32", "float64")
 # Kernels that are used only on GPUs.
 _GPU_ONLY = ("flash", "c_softmax_with_cross_entropy_grad")
-# Optional fused kernels: without them, ppfleetx/nn/fused.py uses plain operators.
+# Optional fused kernels: without them, ppfleetx/nn/fused_ops.py uses plain operators.
 _REPLACED = ("fused_", "rms_norm", "swiglu", "flash_attn_qkvpacked")
 _SHOWN = 8
 

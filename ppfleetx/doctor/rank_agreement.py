@@ -16,8 +16,8 @@ from typing import Any
 from ppfleetx import __version__
 from ppfleetx.config.formatting import ranks_text
 from ppfleetx.config.yaml_dump import flat_values
-from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.files import fingerprints, starts
+from ppfleetx.doctor.results import Row, Target, fail, ok, warn, within
 from ppfleetx.utils.installed import LIBRARIES
 
 Values = Mapping[str, Any]

@@ -1,7 +1,7 @@
 """The table of the checks that a process of ``ppfleetx doctor`` runs by itself, in the order of running.
 
-A check is a function that takes a :class:`~ppfleetx.doctor.check.Target` and yields
-:class:`~ppfleetx.doctor.check.Row` objects. Its module is imported only when it runs.
+A check is a function that takes a :class:`~ppfleetx.doctor.results.Target` and yields
+:class:`~ppfleetx.doctor.results.Row` objects. Its module is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.device import count, is_card, kind_of
-from ppfleetx.doctor.check import Row, Target, fail, skipped, within
+from ppfleetx.doctor.results import Row, Target, fail, skipped, within
 
 _LEAST_PATIENCE = 30.0  # generous, because machines are busy when jobs start
 

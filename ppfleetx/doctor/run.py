@@ -18,13 +18,13 @@ from ppfleetx.config.formatting import ranks_text
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
-from ppfleetx.core.engine.run_directory import output_dir_of
+from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
-from ppfleetx.doctor.check import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
 from ppfleetx.doctor.files import nearest_directory
 from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, read_facts
 from ppfleetx.doctor.registry import CHECKS, Check, examine
+from ppfleetx.doctor.results import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
 
 LOCAL_SECONDS = 1200.0
 """Time limit in seconds for all checks that a process runs by itself; each check also has its own limit."""

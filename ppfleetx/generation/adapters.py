@@ -12,7 +12,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.nn.layers import GroupedLinear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.quantized import QuantizedGroupedLinear

@@ -14,9 +14,9 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.decode_loop import Row, Rules, process
-from ppfleetx.generation.processors import largest, log_probabilities
-from ppfleetx.generation.session import DecodingSession
-from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
+from ppfleetx.generation.decoding_session import DecodingSession
+from ppfleetx.generation.logits_processors import largest, log_probabilities
+from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
 # The initial score of all beams of a group but the first, because all start as copies of the same prompt.
 _COPY = -1e9

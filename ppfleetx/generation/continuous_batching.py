@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import paddle
 
-from ppfleetx.generation.cache import GrowingCache, Layers
+from ppfleetx.generation.decoding_session import NextTokenModel, pad_left
+from ppfleetx.generation.kv_cache import GrowingCache, Layers
 from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, shared
-from ppfleetx.generation.session import NextTokenModel, pad_left
 
 # The number of prompt columns per pass. It bounds the size of attention scores and masks, which would
 # otherwise grow with the square of the prompt's length.

@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 import paddle
 
+from ppfleetx.generation.decoding_session import DecodingSession
 from ppfleetx.generation.gumbel_sampling import RandomStream
-from ppfleetx.generation.processors import force
+from ppfleetx.generation.logits_processors import force
 from ppfleetx.generation.sampling import TokenScore, score_tokens
 from ppfleetx.generation.sampling_params import PLAIN, RowTokens, SamplingParams, chosen, processed
-from ppfleetx.generation.session import DecodingSession
-from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
+from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]

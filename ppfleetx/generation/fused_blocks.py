@@ -9,7 +9,7 @@ from functools import partial
 import paddle
 from paddle import nn
 
-from ppfleetx.generation.cache import GrowingCache
+from ppfleetx.generation.kv_cache import GrowingCache
 from ppfleetx.models.gpt.layers import Block, FinalNorm
 from ppfleetx.nn.attention import Attention
 from ppfleetx.nn.cpu_ops import fused_blocks

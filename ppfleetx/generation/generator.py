@@ -19,13 +19,13 @@ from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.sampling_params import SamplingParams, check_ids, ended_by
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.speculative_decoding import MOST_ROWS, Assistant, ProposedRows, decode_with_drafts
-from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.generation.text_io import NoTokenizer, Prompt, RowText, token_ids
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.utils.log import get_logger
 
 OnText = Callable[[int, int, str], None]

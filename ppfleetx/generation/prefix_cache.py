@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ppfleetx.generation.cache import Layers
+from ppfleetx.generation.kv_cache import Layers
 
 SHORTEST = 16
 """The shortest prefix, in tokens, that is worth reusing."""

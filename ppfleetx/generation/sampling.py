@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.processors import largest, log_probabilities
+from ppfleetx.generation.decoding_session import NextTokenModel
+from ppfleetx.generation.kv_cache import GrowingCache
+from ppfleetx.generation.logits_processors import largest, log_probabilities
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, chosen, processed
-from ppfleetx.generation.session import NextTokenModel
 
 _COLUMNS = 128  # prompt positions per pass, which bounds the memory for logits
 

@@ -23,10 +23,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.generation.decoding_session import pad_left
 from ppfleetx.generation.gumbel_sampling import draw
-from ppfleetx.generation.processors import candidates, penalize_repetition
-from ppfleetx.generation.session import pad_left
-from ppfleetx.generation.text import NoTokenizer, text_bytes
+from ppfleetx.generation.logits_processors import candidates, penalize_repetition
+from ppfleetx.generation.text_io import NoTokenizer, text_bytes
 
 _KEY = "Generation.structured_outputs"
 _MOST_MATCHERS = 256

@@ -14,9 +14,9 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.decode_loop import OnToken, Row, Rules, process
-from ppfleetx.generation.session import NextTokenModel
-from ppfleetx.generation.text import NoTokenizer
-from ppfleetx.resilience.heartbeat import GENERATING, PROGRESS
+from ppfleetx.generation.decoding_session import NextTokenModel
+from ppfleetx.generation.text_io import NoTokenizer
+from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
 
 class Assistant:

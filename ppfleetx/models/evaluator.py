@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ppfleetx.data.loader import MicroBatch
+from ppfleetx.data.dataloader import MicroBatch
 
 
 class Metric(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.data.loader import MicroBatch
+from ppfleetx.data.dataloader import MicroBatch
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.nn.loss_output import LossOutput, as_loss_output
 from ppfleetx.nn.stage import LayerFactory, Stage

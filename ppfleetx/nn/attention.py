@@ -14,9 +14,9 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.attention_kernels import KernelOptions, attend, packed_attention_serves
 from ppfleetx.nn.attention_spec import AttentionSpec, LatentAttentionSpec
 from ppfleetx.nn.flash import packed_flash_attention
-from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute

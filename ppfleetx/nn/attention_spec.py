@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from ppfleetx.nn.activation_memory import Step, Tape
 from ppfleetx.nn.cost import Operation, Work, elementwise
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, parameters_within
 from ppfleetx.nn.param_spec import Part
-from ppfleetx.nn.tape import Step, Tape
 
 # In this file, q, kv and v are the bytes of all queries, of all keys (or values), and of values of another
 # width, on one rank; e is the bytes of one number.
@@ -141,7 +141,7 @@ class AttentionSpec:
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
         """Return the operations that split the fused projection into heads, for the memory simulation
-        (:mod:`ppfleetx.nn.tape`).
+        (:mod:`ppfleetx.nn.activation_memory`).
 
         Args:
             keeps_queries: whether queries are kept for the backward pass. Flash attention always keeps them.
@@ -222,7 +222,7 @@ class CoreSizes:
 
     def tape(self, work: Work, qkv_bytes: float, *, recompute: bool) -> list[Step]:
         """Return the operations of the attention core (scores, softmax and context) for the memory simulation
-        (:mod:`ppfleetx.nn.tape`).
+        (:mod:`ppfleetx.nn.activation_memory`).
 
         Args:
             qkv_bytes: bytes of the queries, keys and values that are kept for the backward pass.

@@ -29,7 +29,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.transfer import upload
+from ppfleetx.distributed.host_device_copy import upload
 from ppfleetx.nn.chunked_loss import ChunkedHead
 from ppfleetx.nn.loss_output import Sum
 from ppfleetx.nn.recompute import is_recomputing

@@ -16,7 +16,7 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from ppfleetx.nn.kernels import softcapped
+from ppfleetx.nn.attention_kernels import softcapped
 from ppfleetx.nn.matmul import Matmul, in_dtype
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]

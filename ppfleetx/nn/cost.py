@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ppfleetx.nn.tape import Step
+from ppfleetx.nn.activation_memory import Step
 
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 """The implementation whose operations are counted:
@@ -158,7 +158,7 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return dropout of ``size`` bytes as a step of the memory simulation (:mod:`ppfleetx.nn.tape`).
+    """Return dropout of ``size`` bytes as a step of the simulation of :mod:`ppfleetx.nn.activation_memory`.
     It keeps a mask of one byte per element. With probability 0, it is a view without a mask."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)

@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.distributed.device import capability, on_card, on_gpu, plugin_operator
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.masks import attention_mask, flash_row_limits
 
 HALF_PRECISION = (paddle.float16, paddle.bfloat16)

@@ -16,7 +16,7 @@ import paddle
 
 from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import exact_products
-from ppfleetx.resilience.heartbeat import PROGRESS
+from ppfleetx.resilience.progress import PROGRESS
 
 _SECONDS = 120.0  # timeout of one child, which imports Paddle and runs a few kernels
 _READY, _SAID = "trials: ready", "trial: "  # the child's output lines that the parent reads

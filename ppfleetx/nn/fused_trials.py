@@ -9,11 +9,11 @@ import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from ppfleetx.nn import kernels, mlp, norm
+from ppfleetx.nn import attention_kernels, mlp, norm
+from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.flash import flash_attention, packed_flash_attention
-from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.fused_ops import FusedOps
 from ppfleetx.nn.fused_trial_process import Pairs
-from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.rope import RotaryEmbedding
 
@@ -51,7 +51,7 @@ def causal_softmax(dtype: str) -> Pairs:
     dropout = _no_dropout()
 
     def attention(options: KernelOptions) -> Function:
-        return lambda q, k, v: kernels.reference_attention(q, k, v, None, dropout, options)
+        return lambda q, k, v: attention_kernels.reference_attention(q, k, v, None, dropout, options)
 
     yield from _both(attention(fused), attention(plain), [query, key, value])
 
@@ -62,7 +62,9 @@ def packed_attention(dtype: str) -> Pairs:
 
     def reference(qkv: paddle.Tensor) -> paddle.Tensor:
         query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
-        context = kernels.reference_attention(query.unsqueeze(2), key, value, None, dropout, KernelOptions())
+        context = attention_kernels.reference_attention(
+            query.unsqueeze(2), key, value, None, dropout, KernelOptions()
+        )
         return context.transpose([3, 0, 1, 2, 4]).flatten(2)
 
     def packed(qkv: paddle.Tensor) -> paddle.Tensor:
@@ -79,7 +81,7 @@ def plugin_attention(dtype: str) -> Pairs:
     for start in (None, starts):
         yield from _both(
             lambda q, k, v, start=start: flash_attention(q, k, v, start, dropout),
-            lambda q, k, v, start=start: kernels.reference_attention(
+            lambda q, k, v, start=start: attention_kernels.reference_attention(
                 q, k, v, start, dropout, KernelOptions()
             ),
             inputs,

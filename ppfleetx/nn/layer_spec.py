@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from ppfleetx.config.registries import NORMS
+from ppfleetx.nn.activation_memory import Step
 from ppfleetx.nn.cost import Operation, Work, elementwise, matmul
 from ppfleetx.nn.cost import Part as Place
 from ppfleetx.nn.init import Constant, Init
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, dense
-from ppfleetx.nn.tape import Step
 
 Specs = dict[str, ParamSpec]
 """Declared parameters, by name within a layer."""
@@ -20,7 +20,7 @@ Specs = dict[str, ParamSpec]
 
 class LayerSpec(Protocol):
     """Interface of a layer's declaration. Declarations of whole layers also have ``operations``
-    (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.tape`)."""
+    (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.activation_memory`)."""
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Declare each parameter by local name, with its global shape. With ``sequence_parallel``, gradients
@@ -99,7 +99,7 @@ class LinearSpec:
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the linear layer for the memory simulation (:mod:`ppfleetx.nn.tape`)."""
+        """Return the operations of the linear layer for :mod:`ppfleetx.nn.activation_memory`."""
         gradients = self.gradient_bytes(work)
         read, size = (self._rows(work) * width * work.activation_bytes for width in self._here(work))
 
@@ -167,7 +167,7 @@ class NormSpec:
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """Return the operations of the norm for the memory simulation (:mod:`ppfleetx.nn.tape`).
+        """Return the operations of the norm for the memory simulation (:mod:`ppfleetx.nn.activation_memory`).
 
         Args:
             size: bytes of the input; None: the input is the hidden states at this rank's positions.

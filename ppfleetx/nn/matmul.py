@@ -25,7 +25,7 @@ from paddle.base.framework import EagerParamBase
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.cpu_ops import bfloat16
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 
 Finish = Callable[[], paddle.Tensor]
 """A function that waits for a started operation and returns its result."""

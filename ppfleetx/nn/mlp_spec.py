@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.config.sections.moe import BATCH_LOSSES, MoEConfig
+from ppfleetx.nn.activation_memory import Step
 from ppfleetx.nn.cost import Operation, Work, elementwise, matmul
 from ppfleetx.nn.init import Constant, Init
 from ppfleetx.nn.layer_spec import LinearSpec, Specs, parameters_within, within
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Part, Placement, Shard, dense
-from ppfleetx.nn.tape import Step
 
 GATE_AND_UP = (Part("gate", 1, 2, 0, 1), Part("up", 1, 2, 1, 1))
 """The parts of fused gate and up projections, with columns ``[unit][gate, up]``."""
@@ -62,8 +62,8 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the MLP for the memory simulation (:mod:`ppfleetx.nn.tape`). The output
-        tensor is named ``writes``; the names of intermediate tensors begin with it."""
+        """Return the operations of the MLP for :mod:`ppfleetx.nn.activation_memory`. The output tensor is
+        named ``writes``; the names of intermediate tensors begin with it."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -224,9 +224,9 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the mixture for the memory simulation (:mod:`ppfleetx.nn.tape`), on the
-        rank whose experts get the most rows. The result is named ``writes``; the names of intermediate
-        tensors begin with it."""
+        """Return the operations of the mixture for :mod:`ppfleetx.nn.activation_memory`, on the rank with
+        the most rows for its experts. The result is named ``writes``; the names of intermediate tensors begin
+        with it."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

@@ -15,7 +15,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.moe import BATCH_LOSSES
-from ppfleetx.nn import router as choices
+from ppfleetx.nn import routing as choices
 from ppfleetx.nn.aux_loss import AuxLoss, counted_positions, with_aux_loss
 from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.mlp import MLP, Activation

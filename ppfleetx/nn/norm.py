@@ -12,7 +12,7 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.distributed.device import plugin_operator
 from ppfleetx.nn.cpu_ops import ops
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layers import trains_on_cpu
 
 

@@ -12,7 +12,7 @@ from paddle import _C_ops
 
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.distributed.device import plugin_operator
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 
 

@@ -15,7 +15,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.mesh import Mesh
-from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.fused_ops import FusedOps
 from ppfleetx.nn.init import draw
 from ppfleetx.nn.loss_output import LossOutput
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, placed
@@ -23,11 +23,11 @@ from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, pla
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
-    from ppfleetx.nn.attention_strategy import AttentionStrategy
-    from ppfleetx.nn.expert_exchange import ExpertExchange
+    from ppfleetx.nn.context_parallel import AttentionStrategy
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
     from ppfleetx.nn.mlp_spec import GroupedLinearSpec
+    from ppfleetx.nn.token_dispatcher import ExpertExchange
 
 NameOf = Callable[[str], str]
 """A function that returns the canonical name of the item at a path within a layer."""

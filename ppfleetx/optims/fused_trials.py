@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 
-from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.fused_ops import FusedOps
 from ppfleetx.nn.fused_trial_process import Pairs
 from ppfleetx.optims.adamw import STATES, fused_adamw
 from ppfleetx.optims.adamw import adamw as adamw_of_one

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import paddle
 from paddle import Tensor, _C_ops
 
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 
 _SMALL = 1 << 16
 """Gradients with fewer elements are concatenated for the norm, because a kernel launch on a GPU takes longer

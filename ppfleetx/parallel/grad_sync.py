@@ -14,7 +14,7 @@ from ppfleetx.config.mesh import DENSE, EXPERT_AXES, EXPERTS
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.param_spec import (
     Axes,
     ParamSpec,

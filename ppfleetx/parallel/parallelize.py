@@ -16,11 +16,11 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.models.module import BasicModule
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import layer_factory
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.fake_quant import with_quantizers
-from ppfleetx.nn.fused import FusedOps, choose, say
+from ppfleetx.nn.fused_ops import FusedOps, choose, say
 from ppfleetx.nn.init import Constant
+from ppfleetx.nn.layer_factory import layer_factory
 from ppfleetx.nn.matmul import Matmul, column_exchange
 from ppfleetx.nn.quantized import with_quantized_weights
 from ppfleetx.nn.stage import LayerFactory, Stage, first_value
@@ -28,7 +28,7 @@ from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
 from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
-from ppfleetx.parallel.precision import Precision
+from ppfleetx.parallel.mixed_precision import Precision
 from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 from paddle.distributed.fleet.meta_parallel.pp_utils.p2p_communication import SendRecvMeta
 
-from ppfleetx.data.loader import MicroBatch
+from ppfleetx.data.dataloader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.nn.stage import Stage, build_stage
@@ -22,7 +22,7 @@ from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 from ppfleetx.parallel.step_metrics import StepSums
 
 if TYPE_CHECKING:
-    from ppfleetx.config.plan import ParallelPlan
+    from ppfleetx.config.parallel_plan import ParallelPlan
     from ppfleetx.models.module import BasicModule
     from ppfleetx.nn.stage import LayerFactory
     from ppfleetx.optims.optimizer import Optimizer

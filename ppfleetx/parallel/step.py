@@ -13,18 +13,18 @@ import numpy as np
 import paddle
 from paddle import distributed
 
-from ppfleetx.data.loader import MicroBatch
-from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
+from ppfleetx.data.dataloader import MicroBatch
+from ppfleetx.distributed.consistency_checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import DATA_AXES, ParallelContext
 from ppfleetx.distributed.coordination import gather
+from ppfleetx.distributed.host_device_copy import note_micro_batch, read, upload_all
 from ppfleetx.distributed.random import DropoutStreams
-from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import AuxLossScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import ChunkedHead
 from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.precision import Precision
+from ppfleetx.parallel.mixed_precision import Precision
 from ppfleetx.parallel.step_metrics import ActivationScales, ExpertLoads, StepSums
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import paddle
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
-from ppfleetx.distributed.transfer import read, upload
+from ppfleetx.distributed.host_device_copy import read, upload
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.nn.fake_quant import quantizers_of
 from ppfleetx.nn.loss_output import LossOutput, Sum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ppfleetx.config.plan import ParallelPlan, violations
+from ppfleetx.config.parallel_plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.communication import groups_sharing_node
 from ppfleetx.planner.job import Job

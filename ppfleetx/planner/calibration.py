@@ -17,7 +17,7 @@ from ppfleetx.planner.cards import Card
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.step_time import step_time
-from ppfleetx.utils.files import atomic_write, refuse_as_new_file
+from ppfleetx.utils.output_files import atomic_write, refuse_as_new_file
 
 _WARM_UP = 2
 # Groups of constants, fitted one after another in several sweeps. Compute speed comes first, because every

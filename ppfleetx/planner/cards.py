@@ -10,12 +10,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
+from ppfleetx.config.field_types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.validate import section_of
 from ppfleetx.planner import ANY_CARD, shipped_cards
-from ppfleetx.utils.devices import CPU, GPU, XPU
+from ppfleetx.utils.device_support import CPU, GPU, XPU
 
 GIB = 1 << 30
 _ANY_CPU = "CPU"

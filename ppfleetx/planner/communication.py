@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from ppfleetx.config.mesh import EXPERT_AXES, SMALL_MESSAGE, Mesh
-from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 from ppfleetx.planner.cards import Card
 
 _MICRO = 1e-6
@@ -123,7 +123,7 @@ def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, levels: int = 1) -> float:
     """Return the time of an all-to-all in which every rank sends ``num_bytes`` in total, evenly to all ranks.
 
-    With ``levels`` 2, ranks exchange data between nodes and then within a node (``nn/expert_exchange.py``).
+    With ``levels`` 2, ranks exchange data between nodes and then within a node (``nn/token_dispatcher.py``).
     """
     if group.size == 1:
         return 0.0

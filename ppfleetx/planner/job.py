@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import itemgetter
 
-from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.parallel_plan import ParallelPlan, Workload
 from ppfleetx.config.rules import model_workload, sequence_length
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig

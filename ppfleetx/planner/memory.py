@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.models.gpt.spec import BlockSpec, model_spec
+from ppfleetx.nn.activation_memory import Tape
 from ppfleetx.nn.cost import Recompute, Work
-from ppfleetx.nn.tape import Tape
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, ModelKey

@@ -10,13 +10,13 @@ from typing import get_args
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
-from ppfleetx.config.plan import CONFIG_KEYS, DEGREE_WORDS, PLAN_WORDS, ParallelPlan
+from ppfleetx.config.parallel_plan import CONFIG_KEYS, DEGREE_WORDS, PLAN_WORDS, ParallelPlan
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig, plan_of
 from ppfleetx.config.yaml_dump import dump_config
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.job import Job
-from ppfleetx.utils.files import atomic_write, refuse_as_new_file
+from ppfleetx.utils.output_files import atomic_write, refuse_as_new_file
 
 GRANULARITIES: tuple[Recompute, ...] = get_args(Recompute)
 

@@ -16,8 +16,8 @@ from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
-from ppfleetx.utils.files import atomic_write, refuse_unwritable
 from ppfleetx.utils.input_files import os_errors
+from ppfleetx.utils.output_files import atomic_write, refuse_unwritable
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
 _WEIGHTS = "#aa3377"

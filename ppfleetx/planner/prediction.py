@@ -12,6 +12,7 @@ from ppfleetx.planner.cards import GIB, any_card, card_of_device, load_card
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
+from ppfleetx.planner.mfu import model_flops_utilization, step_flops, tflops_per_device
 from ppfleetx.planner.plan_to_config import plan_text
 from ppfleetx.planner.step_time import (
     StepTime,
@@ -19,7 +20,6 @@ from ppfleetx.planner.step_time import (
     spread,
     step_time,
 )
-from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tflops_per_device
 
 HOUR = 3_600.0
 _DAY = 24 * HOUR

@@ -12,7 +12,7 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import read_config
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -24,7 +24,7 @@ from ppfleetx.planner.job import job_of
 from ppfleetx.planner.plan_to_config import UnresolvedConfig, plan_text
 from ppfleetx.planner.prediction import Prediction, run_length
 from ppfleetx.planner.search import search
-from ppfleetx.utils.devices import CPU
+from ppfleetx.utils.device_support import CPU
 
 _HEAD_SIZE = 64
 _WARMUP_STEPS = 2000

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.plan import ParallelPlan, Workload, divisors, violations
+from ppfleetx.config.parallel_plan import ParallelPlan, Workload, divisors, violations
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job

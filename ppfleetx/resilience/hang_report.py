@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ppfleetx.resilience.flight_recorder import Call, CallRecord
-from ppfleetx.resilience.heartbeat import Progress
+from ppfleetx.resilience.progress import Progress
 from ppfleetx.utils.machine import memory
 
 FORMAT = 1

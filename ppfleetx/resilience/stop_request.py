@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-from ppfleetx.utils.launched import is_rank
+from ppfleetx.utils.launcher_env import is_rank
 
 
 class StopRequest:

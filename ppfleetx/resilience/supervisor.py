@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.end_processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
+from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.log import configure_logging, get_logger
 
 _MAX_BACKOFF = 300.0

@@ -21,8 +21,8 @@ from typing import Any
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
-from ppfleetx.resilience.heartbeat import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
-from ppfleetx.resilience.report_dir import ReportDir
+from ppfleetx.resilience.hang_report_dir import ReportDir
+from ppfleetx.resilience.progress import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.lost_peers import decide_end, is_end_decided
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine_id, state_of

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.device_support import expected_device
 from ppfleetx.utils.end_processes import LAUNCHER, LAUNCHER_VARIABLE
+from ppfleetx.utils.exit_codes import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
 from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 
 HOOK = "ppfleetx_cpu_launcher.pth"

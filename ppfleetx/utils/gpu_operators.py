@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.devices import HALF_TYPES, NPU
+from ppfleetx.utils.device_support import HALF_TYPES, NPU
 
 TABLE = Path(__file__).with_suffix(".json")
 GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.required_plugins import VARIABLE, imported_plugins, note_plugin
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.device_support import expected_device
 from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.utils.devices import refused_at_import
+from ppfleetx.utils.device_support import refused_at_import
 from ppfleetx.utils.end_processes import end_with_launcher
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.log import get_logger

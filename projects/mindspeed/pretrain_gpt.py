@@ -7,7 +7,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve()
 sys.path.insert(0, str(_HERE.parents[2]))
 
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from ppfleetx.api.mindformers_gpt2 import _is_text
 from ppfleetx.api.model import stream_of
 from ppfleetx.api.trainer import corpus_prefix
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.safetensors_file import read_safetensors, write_sharded

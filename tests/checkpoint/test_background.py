@@ -12,12 +12,12 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.checkpoint import storage
-from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manager import BackgroundManager, CheckpointManager, HostCopier
-from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
+from ppfleetx.checkpoint.state_dict import model_slices
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.distributed import transfer
+from ppfleetx.distributed import host_device_copy
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import ParamInfo
 from tests.checkpoint.checkpoints import slices
@@ -86,8 +86,8 @@ def test_what_lies_on_a_device_is_fetched_behind_its_work(tmp_path, monkeypatch)
         return read(tensor)
 
     monkeypatch.setattr(core.Place, "is_cpu_place", lambda _: False)
-    monkeypatch.setattr(transfer, "on_card", lambda: True)
-    monkeypatch.setattr(transfer, "recorded_event", lambda: SimpleNamespace(query=is_done.is_set))
+    monkeypatch.setattr(host_device_copy, "on_card", lambda: True)
+    monkeypatch.setattr(host_device_copy, "recorded_event", lambda: SimpleNamespace(query=is_done.is_set))
     monkeypatch.setattr(paddle.Tensor, "numpy", noted)
     named = [("a", paddle.arange(6, dtype="float32")), ("b", paddle.ones([2, 3], "bfloat16"))]
     for name, tensor in named:

@@ -10,11 +10,11 @@ import pytest
 from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
 from ppfleetx.checkpoint.inspect import summary
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest
+from ppfleetx.checkpoint.model_only import generation_section
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.checkpoint.weights_only import generation_section
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults

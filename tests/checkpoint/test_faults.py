@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint import storage
-from ppfleetx.checkpoint.directory import complete_checkpoints, newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import complete_checkpoints, newest_good, resolve_checkpoint
 from ppfleetx.config.errors import CheckpointError
 from tests.checkpoint.checkpoints import arrays, save
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.inspect import differences
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import merge, reshard
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config

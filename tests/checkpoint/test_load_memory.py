@@ -38,8 +38,8 @@ MODEL = {
 
 def save(output_dir: str, model: dict[str, int] | None = None) -> dict[str, int]:
     """Save a new model (MODEL, or other sizes); bytes of all its tensors and of the largest."""
-    from ppfleetx.checkpoint.paddle_tensors import model_slices
     from ppfleetx.checkpoint.reader import open_checkpoint
+    from ppfleetx.checkpoint.state_dict import model_slices
     from ppfleetx.checkpoint.writer import save_checkpoint
 
     runner, cfg = _runner({}, 1, model)
@@ -54,8 +54,8 @@ def save(output_dir: str, model: dict[str, int] | None = None) -> dict[str, int]
 def load(path: str, plan: dict[str, int], world: int, model: dict[str, int] | None = None) -> dict[str, int]:
     """Load it under a plan: bytes this rank holds, bytes it needed besides at worst, bytes it read."""
     from ppfleetx.checkpoint import storage
-    from ppfleetx.checkpoint.paddle_tensors import load_model
     from ppfleetx.checkpoint.reader import open_checkpoint
+    from ppfleetx.checkpoint.state_dict import load_model
 
     runner, cfg = _runner(plan, world, model)
     names = runner.model_names()

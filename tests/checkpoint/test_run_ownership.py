@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 
-from ppfleetx.checkpoint.directory import newest_good
 from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import merge, reshard
+from ppfleetx.checkpoint.resolve_checkpoint import newest_good
 from ppfleetx.checkpoint.run_ownership import Ownership, RunRecord, new_run, read_run, run_of, write_run
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from tests.checkpoint.checkpoints import RANK, save
 
 ONE, OTHER = "1" * 32, "2" * 32

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ppfleetx.checkpoint.directory import newest_complete, newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import output_lock
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import newest_complete, newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.config.errors import CheckpointError

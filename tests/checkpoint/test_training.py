@@ -4,16 +4,16 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.paddle_tensors import (
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.rng import rng_state, set_rng_state
+from ppfleetx.checkpoint.slices import whole
+from ppfleetx.checkpoint.state_dict import (
     host_array,
     load_model,
     load_optimizer,
     model_slices,
     optimizer_slices,
 )
-from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.checkpoint.rng import rng_state, set_rng_state
-from ppfleetx.checkpoint.slices import whole
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.nn.init import Constant

@@ -55,7 +55,7 @@ def score(config: str, overrides: Mapping[str, Any], case: list[int] | str, worl
 
 def loss_on_corpus(config: str, overrides: Mapping[str, Any], world: int = 1) -> str:
     """What tools/eval.py finds on Data.Eval."""
-    from ppfleetx.commands.training import evaluate
+    from ppfleetx.commands.train import evaluate
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed
 

@@ -18,7 +18,7 @@ from ppfleetx.commands.model_verbs import Evaluate
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from tests.helpers import programs
 from tests.models.gpt_builders import build, save_network
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from ppfleetx.checkpoint.weights import Weights
 from ppfleetx.commands.evaluate import Accuracy, Perplexity, result_of, table, write
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.commands.eval_program import CLOZE, HF, MODELS, last_words, score, sliding

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from ppfleetx.commands.compare import Compare
+from ppfleetx.commands.loss_compare import Compare
 from ppfleetx.commands.main import _call, call
 from ppfleetx.config.errors import ConfigError, UserError, shown
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 import ppfleetx
+from ppfleetx.api.mindformers_pipeline import Trainer
 from ppfleetx.api.model import GPT
-from ppfleetx.api.text_generation import Trainer
 from ppfleetx.checkpoint.config_and_tokenizer import documents_of
 from ppfleetx.commands.launching import without_launch_options
 from ppfleetx.commands.main import call

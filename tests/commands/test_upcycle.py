@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
-from ppfleetx.commands.checkpoint_transforms import Upcycle
+from ppfleetx.checkpoint.model_only import read_ppfleetx
+from ppfleetx.commands.checkpoint_verbs import Upcycle
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.compare_logits import our_logits

@@ -14,7 +14,7 @@ def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[st
     import paddle
 
     from ppfleetx.commands.generate import load_generator
-    from ppfleetx.commands.training import build_runner, find_weights
+    from ppfleetx.commands.train import build_runner, find_weights
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.distributed.init import init_distributed
@@ -46,7 +46,7 @@ def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
     """In a rank: the losses of four steps of training adapters beside quantized weights."""
     import paddle
 
-    from ppfleetx.commands.training import build_runner
+    from ppfleetx.commands.train import build_runner
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.engine.restore import find_start
     from ppfleetx.distributed.context import ParallelContext
@@ -81,7 +81,7 @@ def save_teacher(place: str) -> None:
     import paddle
 
     from ppfleetx.checkpoint.manager import CheckpointManager
-    from ppfleetx.checkpoint.paddle_tensors import model_slices
+    from ppfleetx.checkpoint.state_dict import model_slices
     from tests.parity.training import VOCAB, build
 
     sizes = {"Model.num_layers": 2, "Model.hidden_size": 64, "Global.seed": 7}

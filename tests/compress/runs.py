@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.paddle_tensors import load_model, model_slices
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.state_dict import load_model, model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.quantized import with_quantized_weights
 from ppfleetx.nn.stage import canonical_parameters
 from tests.deploy.exports import STYLES

@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.compress.distill import divergence
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parity.comparison import TOLERANCE, Comparison
 from tests.parity.training import CONFIG

@@ -10,8 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.commands.checkpoint_transforms import Quantize
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import quantize
 from ppfleetx.commands.resolve_model import resolve_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands.checkpoint_transforms import Quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.quantize import quantize
 from ppfleetx.config.loader import load_config
 from tests.compress.plans import adapt, use

@@ -13,7 +13,7 @@ from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import reshard
 from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.checkpoint_transforms import Prune
+from ppfleetx.commands.checkpoint_verbs import Prune
 from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.compress.prune import (
     Sizes,
@@ -26,12 +26,12 @@ from ppfleetx.compress.prune import (
 from ppfleetx.compress.saliency import saliency_scores
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, build, random_tokens, tiny_config

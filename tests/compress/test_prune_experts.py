@@ -10,15 +10,15 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.model_only import save_weights
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.weights import slices_of
-from ppfleetx.checkpoint.weights_only import save_weights
-from ppfleetx.commands.checkpoint_transforms import Prune, open_model
+from ppfleetx.commands.checkpoint_verbs import Prune, open_model
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.commands.resolve_model import resolve_model
-from ppfleetx.commands.training import evaluate, train
+from ppfleetx.commands.train import evaluate, train
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig

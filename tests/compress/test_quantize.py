@@ -13,15 +13,15 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.adapters import merge_lora
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.model_only import read_ppfleetx, write_ppfleetx
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx, write_ppfleetx
-from ppfleetx.commands.checkpoint_transforms import Quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import REPORT_FILE, quantize
 from ppfleetx.commands.resolve_model import resolve_model
-from ppfleetx.commands.training import find_weights, refuse_quantized_weights
+from ppfleetx.commands.train import find_weights, refuse_quantized_weights
 from ppfleetx.compress.distill import load_teacher
 from ppfleetx.compress.quantize import Options, check_options, with_group
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
@@ -31,7 +31,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.layer_factory import LocalFactory
 from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
 
 PROMPTS = ["the cat", "and the other hat", "the"]

@@ -3,11 +3,11 @@
 import pytest
 
 from ppfleetx.commands.check import check_report
-from ppfleetx.commands.start_process import start_with
+from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.ineffective_options import without_effect
 from ppfleetx.config.loader import load_config
-from ppfleetx.utils.devices import not_supported_reasons
+from ppfleetx.utils.device_support import not_supported_reasons
 from tests.config.test_shipped import GPT
 
 GLUE = GPT / "finetune_gpt_345M_single_card_glue.yaml"

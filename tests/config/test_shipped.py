@@ -13,8 +13,8 @@ from ppfleetx.config.field_annotations import all_keys, field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.utils import devices
-from ppfleetx.utils.devices import not_supported_reasons
+from ppfleetx.utils import device_support
+from ppfleetx.utils.device_support import not_supported_reasons
 from ppfleetx.utils.gpu_operators import host_operator_notes
 from tools.gen_config_docs import field_docs, json_schema
 
@@ -136,13 +136,13 @@ def test_bubble():
 
 def test_without_a_card_the_precision_of_the_cpu_is_named_too(monkeypatch):
     """`Global.device: auto` and `Engine.mix_precision.enable: auto`, and an installed Paddle for CPUs."""
-    monkeypatch.setattr(devices, "_kinds_of_cards", list)
+    monkeypatch.setattr(device_support, "_kinds_of_cards", list)
     automatic = ["Global.device=auto", "Engine.mix_precision.enable=auto"]
     cfg = load_config(GPT / "pretrain_gpt_345M_single_card.yaml", automatic)
     assert re.search(r"on GPUs float16 O2.*; on this machine's CPU float32 \(", check_report(cfg))
     assert "CPU" not in check_report(cfg, "gpu")
     assert "on GPUs" not in check_report(cfg, "cpu")
-    monkeypatch.setattr(devices, "_kinds_of_cards", lambda: ["gpu"])
+    monkeypatch.setattr(device_support, "_kinds_of_cards", lambda: ["gpu"])
     assert "CPU" not in check_report(cfg)
 
 

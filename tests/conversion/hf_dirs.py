@@ -7,13 +7,13 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.compare_logits import our_logits
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import differences
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition

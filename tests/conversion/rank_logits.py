@@ -7,7 +7,7 @@ def logits_under_plan(config: str, overrides: list[str], world: int, tokens: lis
     """This rank's columns of the logits, ``[b, s, columns]`` as nested lists, in float32."""
     import paddle
 
-    from ppfleetx.commands.training import build_runner, find_weights
+    from ppfleetx.commands.train import build_runner, find_weights
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed
 

@@ -6,7 +6,7 @@ import pytest
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys, unknown_keys
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import load_golden
 

@@ -14,7 +14,7 @@ from ppfleetx.commands.evaluate import evaluate, read_windows
 from ppfleetx.commands.generate import find_tokenizer, load_generator
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.directory import write_hf

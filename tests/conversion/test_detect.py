@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config

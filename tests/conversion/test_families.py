@@ -18,7 +18,7 @@ from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, Run
 from ppfleetx.conversion.compare_logits import our_logits
 from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.tensor_mapping import rules

@@ -11,8 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.paddle_tensors import load_model
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.state_dict import load_model
 from ppfleetx.checkpoint.weights import fitted, with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, convert, load_model_section

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError, UserError

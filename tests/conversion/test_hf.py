@@ -9,14 +9,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, check_logits, convert, model_of
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.models.gpt.spec import parameter_shapes

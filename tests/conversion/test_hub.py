@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError
@@ -300,6 +300,6 @@ def test_where_a_directory_is_asked_for_it_is_said_how(tmp_path):
     with pytest.raises(
         CheckpointError, match="ppfleetx convert --from hf --to ppfleetx --input hf:org/llama"
     ):
-        from ppfleetx.checkpoint.directory import resolve_checkpoint
+        from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 
         resolve_checkpoint(f"hf:{LLAMA}")

@@ -11,7 +11,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.conversion import megatron
 from ppfleetx.conversion.convert import model_of
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.megatron import read_megatron
 from tests.helpers.hf_weights import hf_to_canonical
 from tests.models.gpt_builders import GOLDENS, load_golden

@@ -12,7 +12,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys, unknown_keys
 from ppfleetx.conversion.huggingface.directory import read_hf
 from ppfleetx.models.gpt.spec import parameter_count
 from tests.conversion import hf_dirs

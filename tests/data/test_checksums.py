@@ -18,7 +18,7 @@ from ppfleetx.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from ppfleetx.data.prepare.merge_corpora import merge
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.prepare.text_corpus import find_sources
-from tests.data.test_loader import make_config
+from tests.data.test_dataloader import make_config
 from tests.helpers.texts import small_tokenizer
 
 BLOCK = 64

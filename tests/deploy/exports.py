@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.paddle_tensors import model_slices
 from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.state_dict import model_slices
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig, ModelConfig, RunConfig

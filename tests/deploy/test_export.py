@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
+from ppfleetx.commands.deploy_verbs import Export
 from ppfleetx.commands.infer import merge_settings
 from ppfleetx.commands.model_verbs import Infer
 from ppfleetx.commands.resolve_model import as_replicas
-from ppfleetx.commands.serving import Export
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ppfleetx.commands.checkpoint_transforms import Quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import quantize
 from ppfleetx.commands.resolve_model import resolve_model
-from ppfleetx.commands.training import evaluate
+from ppfleetx.commands.train import evaluate
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.device.place import place
 from tests.device.reference import NAME, environment
 from tests.e2e.program import SETTINGS, losses, plan_overrides

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.nn.fused import TABLE
+from ppfleetx.nn.fused_ops import TABLE
 from tests.device.test_precision import SMALL, TOLERANCE, apart, run
 
 pytestmark = pytest.mark.device

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.device.place import place
 from tests.faults.hang_campaign import Case, run_case
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.config.plan import enumerate_plans
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import enumerate_plans
 from tests.device import reference
 from tests.device.place import deterministic, place
 from tests.helpers.ranks import Pools

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.deploy.server.conftest import Server, make_served_checkpoint
 from tests.device.place import place
 from tests.e2e import finetuning

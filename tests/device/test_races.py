@@ -8,7 +8,7 @@ import functools
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.device.reference import NAME, environment, obstacle
 from tests.helpers.ranks import Pools, fields_of
 from tests.parity.comparison import micro_batch_size_of

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.device.place import deterministic, place
 from tests.e2e.program import NANO, SETTINGS, losses, plan_overrides
 from tests.helpers import programs

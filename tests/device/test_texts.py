@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from ppfleetx.commands.checkpoint_transforms import Quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.quantize import quantize
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.compress.runs import DEEPSEEK, MODELS
 from tests.compress.runs import write_run as write_small_run
 from tests.deploy.exports import STYLES, write_run

@@ -12,7 +12,7 @@ from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.key_tables import KeyTable, tables_of
 from ppfleetx.dialects.translation import Translation, translate
-from ppfleetx.dialects.user_values import given_arguments, given_in, normal_name
+from ppfleetx.dialects.user_options import given_arguments, given_in, normal_name
 from tools.gen_dialect_docs import key_table
 
 TABLE = KeyTable(

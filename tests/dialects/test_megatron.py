@@ -482,7 +482,7 @@ def test_precision(monkeypatch):
     on_cpu = of_arguments([*BASE.split(), "--bf16"])
     assert not on_cpu.native["Engine.mix_precision.enable"].value
     assert "bfloat16 is for accelerators: this CPU computes in float32" in on_cpu.notes
-    monkeypatch.setattr("ppfleetx.dialects.megatron.run_rules.expected_device", lambda wanted: "gpu")
+    monkeypatch.setattr("ppfleetx.dialects.megatron.training_rules.expected_device", lambda wanted: "gpu")
     assert not loaded().Engine.mix_precision.enable
     half = loaded("--fp16").Engine.mix_precision
     assert (half.dtype, half.level, half.scale_loss, half.use_dynamic_loss_scaling) == (
@@ -507,7 +507,7 @@ def test_precision(monkeypatch):
     ],
 )
 def test_ports_to_ascend_name_the_device(monkeypatch, arguments, here, device):
-    monkeypatch.setattr("ppfleetx.utils.devices._kinds_of_cards", lambda: here)
+    monkeypatch.setattr("ppfleetx.utils.device_support._kinds_of_cards", lambda: here)
     assert loaded(arguments).Global.device == device
 
 

@@ -14,7 +14,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.mindformers import dialect
 from ppfleetx.dialects.mindformers.dialect import MindFormersRun, run_of
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.utils import devices
+from ppfleetx.utils import device_support
 
 CONFIGS = Path(__file__).resolve().parents[2] / "projects/mindformers/configs/gpt2"
 
@@ -160,7 +160,7 @@ def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPat
 
 
 def test_ascend_is_npu_where_paddle_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_kinds_of_cards", lambda: ["npu"])
+    monkeypatch.setattr(device_support, "_kinds_of_cards", lambda: ["npu"])
     cfg = loaded("run_gpt2_13b.yaml")
     assert (cfg.Global.device, cfg.Global.flags, cfg.Engine.mix_precision.enable) == ("npu", {}, True)
     assert loaded("run_gpt2_13b.yaml", "--device_target", "CPU").Global.device == "cpu"

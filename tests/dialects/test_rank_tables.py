@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.mindformers import launch
-from ppfleetx.dialects.mindformers.launch import (
+from ppfleetx.dialects.mindformers import rank_table
+from ppfleetx.dialects.mindformers.rank_table import (
     merged,
     read_rank_table,
     table_of_host,
@@ -34,7 +34,7 @@ def table_file(directory: Path, hosts: int, devices: int = 8) -> Path:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "expected_device", lambda wanted: "cpu")
+    monkeypatch.setattr(rank_table, "expected_device", lambda wanted: "cpu")
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -42,12 +42,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_four_hosts_of_eight(tmp_path: Path, node: int) -> None:
     path = table_file(tmp_path, 4)
     ranks = f"[{8 * node},{8 * node + 8}]"
-    found = launch.launch_of([str(path), str(CONFIG), ranks, "train", "32"], {"MASTER_PORT": "7000"})
+    found = rank_table.launch_of([str(path), str(CONFIG), ranks, "train", "32"], {"MASTER_PORT": "7000"})
     words = " ".join(found.launcher)
     assert f"--nnodes 4 --rank {node} --master {HOSTS[0]}:7000 --host {HOSTS[node]}" in words
     assert "--nproc_per_node 8" in words
     assert found.program == (f"--config={CONFIG}", "--use_parallel=True", "--run_mode=train")
-    four = launch.launch_of([str(path), str(CONFIG), ranks, "train"], {"MASTER_PORT": "7000"})
+    four = rank_table.launch_of([str(path), str(CONFIG), ranks, "train"], {"MASTER_PORT": "7000"})
     assert four.program == found.program and "--nnodes 4" in " ".join(four.launcher)
 
 
@@ -57,8 +57,8 @@ def test_four_hosts_of_eight(tmp_path: Path, node: int) -> None:
 def test_some_devices_of_one_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, expected: str
 ) -> None:
-    monkeypatch.setattr(launch, "expected_device", lambda wanted: device)
-    found = launch.launch_of([str(table_file(tmp_path, 1)), str(CONFIG), "[4,8]", "finetune"], {})
+    monkeypatch.setattr(rank_table, "expected_device", lambda wanted: device)
+    found = rank_table.launch_of([str(table_file(tmp_path, 1)), str(CONFIG), "[4,8]", "finetune"], {})
     words = " ".join(found.launcher)
     assert expected in words and "--nnodes" not in words
 
@@ -79,7 +79,7 @@ def test_some_devices_of_one_host(
 )
 def test_wrong_arguments(tmp_path: Path, hosts: int, arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        launch.launch_of([str(table_file(tmp_path, hosts)), str(CONFIG), *arguments], {})
+        rank_table.launch_of([str(table_file(tmp_path, hosts)), str(CONFIG), *arguments], {})
     assert words in str(error.value)
 
 
@@ -111,7 +111,7 @@ def test_wrong_tables(tmp_path: Path, change: Callable[..., None], words: str) -
     change(table, *table["server_list"])
     path.write_text(json.dumps(table))
     with pytest.raises(ConfigError) as error:
-        launch.launch_of([str(path), str(CONFIG), "[0,8]", "train"], {})
+        rank_table.launch_of([str(path), str(CONFIG), "[0,8]", "train"], {})
     assert words in str(error.value)
 
 

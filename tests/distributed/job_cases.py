@@ -15,8 +15,8 @@ import numpy as np
 from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import DataError, PeerEndedError, UserError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.distributed import checks, coordination
+from ppfleetx.config.parallel_plan import ParallelPlan
+from ppfleetx.distributed import consistency_checks, coordination
 
 
 def context(**degrees: Any):
@@ -79,22 +79,22 @@ def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
 def configurations(differ: bool) -> str:
     ctx = context(dp=2)
     values = {"Model.num_layers": 2 + (ctx.rank if differ else 0), "Global.seed": 1}
-    return told(lambda: checks.check_same_configuration(ctx, values))
+    return told(lambda: consistency_checks.check_same_configuration(ctx, values))
 
 
 def operators(options: list[str], missing: dict[str, list[int]]) -> str:
     """Compare what the ranks compute with; ``missing`` says which ranks lack an operator library."""
     from ppfleetx.core.engine.rank_consistency import check_configuration
     from ppfleetx.nn.cpu_ops import bfloat16, ops
-    from ppfleetx.utils import devices
+    from ppfleetx.utils import device_support
 
     ctx = context(dp=3)
     cfg = load_config("ppfleetx/configs/debug/gpt_nano.yaml", options)
     with ExitStack() as stack:
-        for module, name in ((ops, "kernels"), (bfloat16, "bfloat16")):
+        for module, name in ((ops, "ops"), (bfloat16, "bfloat16")):
             has = ctx.rank not in missing.get(name, ())
             stack.enter_context(mock.patch.object(module, "are_available", lambda has=has: has))
-        stack.enter_context(mock.patch.object(devices, "read_cpuinfo", lambda: "flags : avx512_bf16"))
+        stack.enter_context(mock.patch.object(device_support, "read_cpuinfo", lambda: "flags : avx512_bf16"))
         return told(lambda: check_configuration(cfg, ctx))
 
 
@@ -107,7 +107,7 @@ def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: boo
     if ctx.rank == spoilt_rank:
         value[2] = np.nextafter(value[2], 2, dtype=np.float32)
     info = SimpleNamespace(offset=(4 * ctx.rank if offset_by_rank else 0,))
-    return told(lambda: checks.check_replicas(ctx, [("weight", paddle.to_tensor(value), info)]))
+    return told(lambda: consistency_checks.check_replicas(ctx, [("weight", paddle.to_tensor(value), info)]))
 
 
 def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
@@ -116,9 +116,9 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
     ids = np.arange(4) + 4 * readers[ctx.rank]
     batch = [{"sample_ids": ids, "tokens": np.tile(ids[:, None], (1, 8))}]
     if kind == "samples":
-        return told(lambda: checks.check_samples(ctx, ids))
-    digests = coordination.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
-    return told(lambda: checks.check_batches(ctx, digests, distinct=True))
+        return told(lambda: consistency_checks.check_samples(ctx, ids))
+    digests = coordination.gather_numbers(ctx, [consistency_checks.batch_digest(batch)])[:, 0].tolist()
+    return told(lambda: consistency_checks.check_batches(ctx, digests, distinct=True))
 
 
 def saved_in_the_background(directory: str, seconds: float) -> list:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paddle.base import core
 
-from ppfleetx.commands import start_process
+from ppfleetx.commands import initialize
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed import init
@@ -70,10 +70,10 @@ def test_it_is_said_at_the_start_on_a_gpu(monkeypatch, caplog, switches, device,
     monkeypatch.setattr(init, "init_distributed", lambda cfg: started)
     cfg = load_config(NANO, [f"Global.allow_tf32={allowed}"])
     logger = logging.getLogger("ppfleetx")
-    monkeypatch.setattr(start_process, "configure_logging", lambda quiet: logger)
+    monkeypatch.setattr(initialize, "configure_logging", lambda quiet: logger)
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
-        assert start_process.start_with(cfg) == (cfg, started)
+        assert initialize.start_with(cfg) == (cfg, started)
     assert switches() == (allowed, allowed)
     said = [line for line in caplog.messages if line.startswith("float32 matrix products: ")]
     assert len(said) == (device == "gpu")

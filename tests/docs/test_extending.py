@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.docs.blocks import Block, blocks, commands, to_run
 from tests.e2e import program

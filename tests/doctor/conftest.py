@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
-from ppfleetx.doctor.check import Row, Target
+from ppfleetx.doctor.results import Row, Target
 
 NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 

@@ -10,9 +10,9 @@ from paddle.base import core
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed import device
-from ppfleetx.doctor import card, steps
-from ppfleetx.doctor.check import Status, Target, ok
-from ppfleetx.parallel import precision
+from ppfleetx.doctor import card, golden_losses
+from ppfleetx.doctor.results import Status, Target, ok
+from ppfleetx.parallel import mixed_precision
 from tests.doctor.conftest import by_name
 from tests.parity.training import CONFIG
 
@@ -62,7 +62,7 @@ def test_a_card_that_may_use_tf32_is_compared_without():
 
 def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     """A V100 has no bfloat16: that fails where the configuration asks for it, and nowhere else."""
-    for module in (device, precision):
+    for module in (device, mixed_precision):
         monkeypatch.setattr(module, "has_kernels", lambda dtype: dtype == "float16")
     tried = []
     monkeypatch.setattr(card, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
@@ -70,9 +70,9 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     target = Target(device="gpu")
     list(card.small_operators(target))
     assert tried == ["float32", "float16"]
-    monkeypatch.setattr(steps, "train", lambda *_: [1.0])
-    monkeypatch.setattr(steps, "losses_row", lambda name, *_: ok(name, "as they should be"))
-    rows = by_name(steps.losses(target))
+    monkeypatch.setattr(golden_losses, "train", lambda *_: [1.0])
+    monkeypatch.setattr(golden_losses, "losses_row", lambda name, *_: ok(name, "as they should be"))
+    rows = by_name(golden_losses.losses(target))
     statuses = {row.status for name, row in rows.items() if "bfloat16" in name}
     assert statuses == {Status.SKIPPED} and rows["GPT float16 O2"].status is Status.OK
     assert card._lacking("bfloat16", "gpu:0", target).status is Status.SKIPPED
@@ -81,19 +81,22 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
 
 
 def test_losses_are_those_that_are_committed_and_a_wrong_kernel_is_found(monkeypatch):
-    rows = by_name(steps.losses(Target()))
+    rows = by_name(golden_losses.losses(Target()))
     assert rows["GPT float32"].status is rows["Llama float32"].status is Status.OK
     assert rows["Llama 16 bits"].status is Status.SKIPPED
     right = paddle.nn.functional.softmax
-    monkeypatch.setattr(steps, "MODELS", {"Llama": steps.MODELS["Llama"]})
+    monkeypatch.setattr(golden_losses, "MODELS", {"Llama": golden_losses.MODELS["Llama"]})
     monkeypatch.setattr(paddle.nn.functional, "softmax", lambda x, *a, **k: right(x, *a, **k) * 1.01)
-    row = by_name(steps.losses(Target()))["Llama float32"]
-    assert row.status is Status.FAIL and row.numbers["relative_error"] > steps.TOLERANCE["cpu"]
+    row = by_name(golden_losses.losses(Target()))["Llama float32"]
+    assert row.status is Status.FAIL and row.numbers["relative_error"] > golden_losses.TOLERANCE["cpu"]
     assert "another version of Paddle" in row.fix
 
 
 def test_a_loss_that_is_no_number_is_found():
-    golden = json.loads(steps.GOLDEN.read_text())["losses"]["GPT"]
-    assert steps.losses_row("GPT", golden, golden, 1e-5).status is Status.OK
-    assert steps.losses_row("GPT", [golden[0], float("nan"), 0.0], golden, 1e-5).status is Status.FAIL
-    assert steps.losses_row("GPT", [loss * (1 + 2e-5) for loss in golden], golden, 1e-5).status is Status.FAIL
+    golden = json.loads(golden_losses.GOLDEN.read_text())["losses"]["GPT"]
+    assert golden_losses.losses_row("GPT", golden, golden, 1e-5).status is Status.OK
+    assert golden_losses.losses_row("GPT", [golden[0], float("nan"), 0.0], golden, 1e-5).status is Status.FAIL
+    assert (
+        golden_losses.losses_row("GPT", [loss * (1 + 2e-5) for loss in golden], golden, 1e-5).status
+        is Status.FAIL
+    )

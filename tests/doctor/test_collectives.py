@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from ppfleetx.doctor.check import Row, Status, ok
+from ppfleetx.doctor.results import Row, Status, ok
 from ppfleetx.doctor.run import split_slowest
 
 
@@ -45,8 +45,8 @@ def collectives(mp: int, fault: int | None = None) -> list[dict[str, Any]]:
 
     from ppfleetx.config.sections.moe import MoEConfig
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.doctor.check import Target
     from ppfleetx.doctor.collectives import examine_groups
+    from ppfleetx.doctor.results import Target
     from ppfleetx.doctor.run import plan_config
 
     size = distributed.ParallelEnv().world_size

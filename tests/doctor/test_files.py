@@ -12,8 +12,8 @@ import pytest
 
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.doctor import files
-from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.configuration import memory, memory_row, plan, start
+from ppfleetx.doctor.results import Status
 from tests.doctor.conftest import by_name
 
 NOBODY = 65534

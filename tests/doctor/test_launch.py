@@ -14,9 +14,9 @@ import pytest
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.doctor import launch, libraries
-from ppfleetx.doctor.check import Status, fail
 from ppfleetx.doctor.launch import launched_rows, launcher_rows
 from ppfleetx.doctor.libraries import broken_row
+from ppfleetx.doctor.results import Status, fail
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT
 

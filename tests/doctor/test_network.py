@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ppfleetx.doctor import network
-from ppfleetx.doctor.check import Status, Target
 from ppfleetx.doctor.network import (
     Interface,
     interfaces,
@@ -18,6 +17,7 @@ from ppfleetx.doctor.network import (
     reach,
 )
 from ppfleetx.doctor.process_exchange import Answer
+from ppfleetx.doctor.results import Status, Target
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import free_port
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from ppfleetx.doctor import files, rank_agreement
-from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.rank_agreement import Fact, agreement_rows, differing, digests, read_facts
+from ppfleetx.doctor.results import Status
 from tests.doctor.conftest import by_name, write_corpus
 
 

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from ppfleetx.doctor import operators, registry
-from ppfleetx.doctor.check import (
+from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
+from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
+from ppfleetx.doctor.results import (
     Row,
     Status,
     Target,
@@ -22,8 +24,6 @@ from ppfleetx.doctor.check import (
     skipped,
     warn,
 )
-from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
-from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
 from ppfleetx.utils.gpu_operators import Kernel
 
 

@@ -15,11 +15,11 @@ import pytest
 from ppfleetx.commands import main
 from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
-from ppfleetx.doctor.check import Row, Status, Target, fail, ok
 from ppfleetx.doctor.environment import open_files_row
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
 from ppfleetx.doctor.process_exchange import open_meeting
 from ppfleetx.doctor.registry import Check
+from ppfleetx.doctor.results import Row, Status, Target, fail, ok
 from ppfleetx.doctor.run import examine_job
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
@@ -202,7 +202,7 @@ def test_open_files(soft, hard, status, fix):
 
 def test_limits_of_a_real_process_are_found():
     text = (
-        "import json; from ppfleetx.doctor.check import Target; "
+        "import json; from ppfleetx.doctor.results import Target; "
         "from ppfleetx.doctor.environment import limits; "
         "print(json.dumps({row.name: row.status for row in limits(Target())}))"
     )

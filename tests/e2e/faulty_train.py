@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import DataError
 from ppfleetx.core.engine.engine import Engine
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 
 
 def main() -> None:

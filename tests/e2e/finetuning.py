@@ -127,7 +127,7 @@ def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | 
     """In a rank: tools/train.py without starting Paddle; interrupted after ``stop_after`` steps."""
     import paddle
 
-    from ppfleetx.commands.training import train
+    from ppfleetx.commands.train import train
 
     if stop_after is not None:
         stop = f"[default, {{name: stop_after, options: {{steps: {stop_after}}}}}]"
@@ -140,7 +140,7 @@ def evaluate(values: Mapping[str, Any], world: int, config: str = GLUE) -> dict[
     """In a rank: what tools/eval.py measures."""
     import paddle
 
-    from ppfleetx.commands.training import evaluate
+    from ppfleetx.commands.train import evaluate
 
     with paddle.utils.unique_name.guard():
         [record] = evaluate(*_load(values, world, config))
@@ -152,7 +152,7 @@ def logits(values: Mapping[str, Any], world: int, config: str = GLUE) -> list[li
     import numpy as np
     import paddle
 
-    from ppfleetx.commands.training import build_runner, find_weights
+    from ppfleetx.commands.train import build_runner, find_weights
 
     with paddle.utils.unique_name.guard():
         cfg, ctx = _load(values, world, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
+from ppfleetx.config.parallel_plan import CONFIG_KEYS, ParallelPlan
 from tests.helpers.ranks import Pools
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
     """
     import paddle
 
-    from ppfleetx.commands.training import train
+    from ppfleetx.commands.train import train
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed
@@ -115,7 +115,7 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
     from ppfleetx.checkpoint.manager import SharedSave
-    from ppfleetx.commands import training as build
+    from ppfleetx.commands import train as build
     from ppfleetx.core.engine.engine import Engine
 
     read, build_dataloader, write = Engine._read, build.build_dataloader, SharedSave.write

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from tests.e2e.program import losses, run
 from tests.helpers.ranks import Pools, RanksFailedError

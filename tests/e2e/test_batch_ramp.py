@@ -11,10 +11,10 @@ from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.batch_sizes import Ramp, resolve_batch
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import RuleError
+from ppfleetx.config.field_types import RuleError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.data.loader import GlobalBatchSampler
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
+from ppfleetx.data.dataloader import GlobalBatchSampler
 from tests.e2e.conftest import NANO, Tool, records
 from tests.e2e.program import run
 

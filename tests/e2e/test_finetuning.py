@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.e2e import finetuning
 from tests.e2e.finetuning import GLUE, NUM_DEV, SFT, losses, metrics, run, settings
 from tests.helpers.ranks import Pools
@@ -28,7 +28,7 @@ ONE_CARD = Plan()
 
 @pytest.fixture(scope="module")
 def pools():
-    pools = Pools(preload=["sklearn.metrics", "ppfleetx.commands.training"])
+    pools = Pools(preload=["sklearn.metrics", "ppfleetx.commands.train"])
     yield pools
     pools.close()
 
@@ -152,7 +152,7 @@ def test_responses_are_learnt_alike_under_any_plan(pools, files, tmp_path):
 
 
 def test_adapters_are_saved_alone_and_read_under_any_plan(pools, files, adapters, base, tmp_path):
-    from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+    from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 
     output_dir, found = adapters
     saved = open_resolved(resolve_checkpoint(output_dir / "best"))
@@ -167,8 +167,8 @@ def test_adapters_are_saved_alone_and_read_under_any_plan(pools, files, adapters
 
 def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp_path):
     from ppfleetx.checkpoint.adapters import merge_lora
-    from ppfleetx.checkpoint.directory import resolve_checkpoint
     from ppfleetx.checkpoint.reshard import reshard
+    from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 
     output_dir, _ = adapters
     moved = reshard(

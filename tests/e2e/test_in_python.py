@@ -16,7 +16,7 @@ if late == "late":
     import signal
     signal.signal(signal.SIGTERM, lambda *_: None)
     handler = signal.getsignal(signal.SIGTERM)
-from ppfleetx.commands.start_process import start_process
+from ppfleetx.commands.initialize import start_process
 
 for number, config in enumerate(configs):
     overrides = [
@@ -26,7 +26,7 @@ for number, config in enumerate(configs):
         "Global.flags={FLAGS_benchmark: true}" if number == 0 else "Global.seed=1024",
     ]
     cfg, ctx = start_process(config, overrides, reads=("Train",))
-    from ppfleetx.commands.training import train  # which imports Paddle
+    from ppfleetx.commands.train import train  # which imports Paddle
     train(cfg, ctx)
     import paddle
     assert paddle.get_flags("FLAGS_benchmark")["FLAGS_benchmark"] == (number == 0)
@@ -72,8 +72,8 @@ def test_several_runs_in_each_rank_of_a_job(pools, corpus, tmp_path):
 
 def runs(corpus: str, output: str, plans: list[list[str]]) -> None:
     """In a rank: one run after the other, each from its configuration."""
-    from ppfleetx.commands.start_process import start_process
-    from ppfleetx.commands.training import train
+    from ppfleetx.commands.initialize import start_process
+    from ppfleetx.commands.train import train
 
     for number, overrides in enumerate(plans):
         given = [

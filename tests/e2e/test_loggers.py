@@ -16,7 +16,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.ineffective_options import refuse_absent
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
-from ppfleetx.core.engine.callbacks.records import build_writers, numbers_of
+from ppfleetx.core.engine.callbacks.metrics import build_writers, numbers_of
 from ppfleetx.core.loggers.base import LogStart
 from tests.docs.blocks import blocks
 from tests.e2e.conftest import NANO, ROOT, Tool, records

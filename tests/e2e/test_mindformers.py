@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 from tests.conversion import hf_dirs
 from tests.data.prepare.test_wikitext import TEXT

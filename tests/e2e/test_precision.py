@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.e2e.program import values_of
 
 ONE = Plan()

@@ -10,13 +10,13 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
-from ppfleetx.commands.checkpoint_transforms import Prune
+from ppfleetx.commands.checkpoint_verbs import Prune
 from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.compress.prune import parts_of
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
 from tests.e2e.conftest import FOUR_STEPS, LLAMA_NANO, NANO, Tool, losses, records
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.e2e.resumption import SOME, TOLERANCE, Resumption
 from tests.helpers.ranks import Pools
 

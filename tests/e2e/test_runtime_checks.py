@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.nn.cpu_ops import ops
 from tests.e2e.program import losses, values_of
 from tests.helpers.ranks import Pools

@@ -96,8 +96,8 @@ def train_in_ranks(directory: str, output: str) -> None:
     """In each rank of a pool: the same training under some plans of its size."""
     import os
 
-    from ppfleetx.commands.start_process import start_process
-    from ppfleetx.commands.training import train
+    from ppfleetx.commands.initialize import start_process
+    from ppfleetx.commands.train import train
 
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     for number, plan in enumerate(PLANS[1:] if size > 1 else PLANS[:1]):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from tests.e2e.conftest import losses, records
 from tests.e2e.program import GLOBAL_BATCH, train, values_of
 from tests.helpers.ranks import Pools

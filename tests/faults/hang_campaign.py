@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.resilience.hang_diagnosis import explain
 from ppfleetx.resilience.hang_report import latest, read_reports
 from tests.faults.harness import Job

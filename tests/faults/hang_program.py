@@ -26,7 +26,7 @@ from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.data.gpt_dataset import GPTDataset
 from ppfleetx.distributed.cpu.transport import Mesh
-from ppfleetx.resilience.heartbeat import PROGRESS
+from ppfleetx.resilience.progress import PROGRESS
 
 AT_STEP = 3
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from tests.e2e.program import NANO, ROOT, values_of
 from tests.helpers import programs
 from tests.multinode.nodes import Node

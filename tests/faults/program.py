@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.directory import complete_checkpoints
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.checkpoint.resolve_checkpoint import complete_checkpoints
+from ppfleetx.config.parallel_plan import ParallelPlan
 from tests.e2e import program
 
 # Saves every step of a run of four; dropout is on.

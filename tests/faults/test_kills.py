@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.run_ownership import read_run, run_of
 from tests.e2e.program import losses, values_of
 from tests.e2e.resumption import ONE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from tests.faults.harness import Job
 
 PROGRAM = "tests/faults/hang_program.py"

@@ -4,7 +4,7 @@ import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.run_ownership import read_run, run_of
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.e2e.program import losses
 from tests.faults.program import Program
 

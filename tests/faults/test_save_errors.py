@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.checkpoint.resolve_checkpoint import newest_good, resolve_checkpoint
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.e2e.program import losses, records
 from tests.faults.program import Program
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import write_latest
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 from tests.e2e.program import losses

@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from tests.models.gpt_builders import build, save_network
 
 GPT2_STYLE = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}

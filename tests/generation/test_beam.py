@@ -8,8 +8,8 @@ import pytest
 
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.sampling_params import SamplingParams
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]
 NEW = 16

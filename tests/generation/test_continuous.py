@@ -10,12 +10,12 @@ from ppfleetx.config.sections.generation import TokenOptions
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation import continuous_batching
 from ppfleetx.generation.continuous_batching import ContinuousBatch
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.sampling import RowChoice, choose_tokens
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from tests.generation.conftest import LONGROPE_STYLE
 
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]

@@ -8,12 +8,12 @@ import pytest
 
 from ppfleetx.config.sections.compress import WeightsConfig
 from ppfleetx.config.sections.root import ModelConfig
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.fused_blocks import fused_blocks_of
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
-from ppfleetx.nn.factory import InferenceFactory, LocalFactory
+from ppfleetx.nn.layer_factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.quantized import with_quantized_weights
 
 needs_operator = pytest.mark.skipif(

@@ -6,7 +6,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.generator import Generator
-from ppfleetx.generation.text import RowText
+from ppfleetx.generation.text_io import RowText
 
 PROMPTS = ["the cat", "and", "the other hat and the ca", "", "é😀"]
 

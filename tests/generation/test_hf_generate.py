@@ -8,15 +8,15 @@ import paddle
 import pytest
 
 from ppfleetx.config.sections.root import ModelConfig
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
-from ppfleetx.generation.processors import candidates
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
+from ppfleetx.generation.logits_processors import candidates
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, processed
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
 from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
 from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical

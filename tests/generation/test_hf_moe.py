@@ -8,12 +8,12 @@ import paddle
 import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import InferenceFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import InferenceFactory
 from tests.helpers.hf_weights import hf_to_canonical
 from tests.models.gpt_builders import assign
 

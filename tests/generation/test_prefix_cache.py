@@ -8,10 +8,10 @@ import pytest
 
 from ppfleetx.generation import continuous_batching, prefix_cache
 from ppfleetx.generation.continuous_batching import ContinuousBatch
+from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.sampling import RowChoice, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
-from ppfleetx.generation.session import NextTokenModel
 from tests.generation.conftest import LONGROPE_STYLE
 from tests.generation.test_continuous import some_tokens, step
 

@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.generation import gumbel_sampling as draws_module
 from ppfleetx.generation.decode_loop import Sampler
 from ppfleetx.generation.gumbel_sampling import RandomStream, draw, race_size
-from ppfleetx.generation.processors import candidates
+from ppfleetx.generation.logits_processors import candidates
 from ppfleetx.generation.sampling_params import SamplingParams
 
 LOGITS = np.array([1.2, -0.3, 0.7, 2.1, 0.0, -2.0, 1.9, 0.4, -1.0, 1.5], dtype=np.float32)

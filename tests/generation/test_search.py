@@ -4,11 +4,11 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.generation.decode_loop import Choose, Rules, Sampler, decode, greedy
-from ppfleetx.generation.processors import penalize_repetition
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
+from ppfleetx.generation.kv_cache import GrowingCache
+from ppfleetx.generation.logits_processors import penalize_repetition
 from ppfleetx.generation.sampling_params import SamplingParams
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]
 NEW = 24

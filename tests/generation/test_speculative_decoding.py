@@ -16,11 +16,11 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation import continuous_batching
 from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling_params import SamplingParams
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.speculative_decoding import Assistant, ProposedRows, decode_with_drafts, look_up
-from ppfleetx.generation.text import NoTokenizer
+from ppfleetx.generation.text_io import NoTokenizer
 
 CYCLE = [4, 8, 15, 16, 23, 4, 8, 15, 16, 23, 4, 8]
 NEW = 40

@@ -55,7 +55,7 @@ def emulated() -> Iterator[None]:
     """Low precision within; Paddle is as before after."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.nn import layers, norm
-    from ppfleetx.parallel import precision
+    from ppfleetx.parallel import mixed_precision
 
     cpu_backend.install()  # it keeps the operators that it finds
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def emulated() -> Iterator[None]:
             wrapped = _wrap(name, getattr(paddle.Tensor, method))
             stack.enter_context(mock.patch.object(paddle.Tensor, method, wrapped))
         stack.enter_context(mock.patch.object(paddle.amp, "auto_cast", _auto_cast))
-        stack.enter_context(mock.patch.object(precision, "has_kernels", lambda _: True))
+        stack.enter_context(mock.patch.object(mixed_precision, "has_kernels", lambda _: True))
         for module in (layers, norm):
             stack.enter_context(mock.patch.object(module, "trains_on_cpu", lambda _: False))
         yield

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppfleetx.checkpoint.paddle_tensors import model_slices
+from ppfleetx.checkpoint.state_dict import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

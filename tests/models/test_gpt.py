@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import build_stage, canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, VARIANTS, GrowingCache, build, random_tokens, tiny_config

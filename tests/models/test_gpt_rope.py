@@ -11,7 +11,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.conversion.huggingface.config_export import describes, hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.rope import hf_rope, rope_keys, rope_notes
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies

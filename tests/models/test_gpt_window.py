@@ -6,7 +6,7 @@ import paddle
 import pytest
 
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.masks import cached_mask, window_start
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import canonical_parameters

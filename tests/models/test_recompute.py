@@ -8,11 +8,11 @@ import pytest
 
 from ppfleetx.models.gpt import layers
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn import attention, flash, kernels
-from ppfleetx.nn.factory import LocalFactory
-from ppfleetx.nn.fused import FusedOps
-from ppfleetx.nn.kernels import KernelOptions
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn import attention, attention_kernels, flash
+from ppfleetx.nn.attention_kernels import KernelOptions
+from ppfleetx.nn.fused_ops import FusedOps
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.recompute import recompute
 from ppfleetx.nn.stage import canonical_parameters
@@ -73,11 +73,13 @@ def packed_flash(monkeypatch):
         calls.append(dropout)
         query, key, value = rows.transpose([2, 0, 3, 1, 4]).unbind(0)
         drops = paddle.nn.Dropout(dropout)
-        context = kernels.reference_attention(query.unsqueeze(2), key, value, None, drops, KernelOptions())
+        context = attention_kernels.reference_attention(
+            query.unsqueeze(2), key, value, None, drops, KernelOptions()
+        )
         return context.squeeze(2).transpose([0, 2, 1, 3]), None
 
     monkeypatch.setattr(flash.F.flash_attention, "flash_attn_qkvpacked", composite)
-    monkeypatch.setattr(kernels, "flash_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(attention_kernels, "flash_obstacle", lambda *_, **__: None)
     return calls
 
 

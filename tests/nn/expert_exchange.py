@@ -84,7 +84,7 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     import paddle
     from paddle import distributed
 
-    from ppfleetx.nn.expert_exchange import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import ExpertExchange
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
     groups = groups_along(ep, emp)
@@ -130,7 +130,7 @@ def levels_apart(ep: int, emp: int, route: str, per_node: int) -> list[list[int]
     from paddle import distributed
 
     from ppfleetx.config.mesh import levels_of
-    from ppfleetx.nn.expert_exchange import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import ExpertExchange
 
     groups, along = groups_along(ep, emp), np.arange(ep * emp).reshape(ep, emp).T
     split = [levels_of(ranks.tolist(), per_node) for ranks in along]
@@ -170,7 +170,7 @@ def halves() -> list[Any]:
     rows."""
     import paddle
 
-    from ppfleetx.nn.expert_exchange import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import ExpertExchange
     from tests.distributed.cpu.cases import group_of
 
     exchange = ExpertExchange(alike=group_of([0, 1]))

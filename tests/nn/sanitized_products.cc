@@ -10,7 +10,7 @@
 
 #include "few_bits.h"
 #include "few_rows.h"
-#include "numbers.h"
+#include "vector_math.h"
 
 namespace {
 
@@ -194,36 +194,36 @@ void CheckFunctions() {
   Exact<float> x(size), y(size), weight(size), bias(size);
   for (int64_t i = 0; i < size; ++i) x[i] = Normal() * 4, weight[i] = Normal(), bias[i] = Normal();
   const auto all = [&](auto of, auto exact, const char* what) {
-    numbers::Map(x.data, size, y.data, of);
+    vector_math::Map(x.data, size, y.data, of);
     for (int64_t i = 0; i < size; ++i)
       Check(std::fabs(y[i] - exact(double(x[i]))) < 1e-6 * (1 + std::fabs(x[i])), what);
   };
-  all(numbers::Gelu, [](double v) { return v * std::erfc(-v / std::sqrt(2.0)) / 2; }, "gelu");
-  all(numbers::GeluTanh,
+  all(vector_math::Gelu, [](double v) { return v * std::erfc(-v / std::sqrt(2.0)) / 2; }, "gelu");
+  all(vector_math::GeluTanh,
       [](double v) { return v / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v))); }, "tanh gelu");
-  all(numbers::Silu, [](double v) { return v / (1 + std::exp(-v)); }, "silu");
-  all(numbers::QuickGelu, [](double v) { return v / (1 + std::exp(-1.702 * v)); }, "quick gelu");
-  all(numbers::Relu, [](double v) { return std::max(v, 0.0); }, "relu");
+  all(vector_math::Silu, [](double v) { return v / (1 + std::exp(-v)); }, "silu");
+  all(vector_math::QuickGelu, [](double v) { return v / (1 + std::exp(-1.702 * v)); }, "quick gelu");
+  all(vector_math::Relu, [](double v) { return std::max(v, 0.0); }, "relu");
   double mean = 0, square = 0, exact = 0, variance = 0;
   for (int64_t i = 0; i < size; ++i) mean += x[i] / size, square += double(x[i]) * x[i] / size;
   for (int64_t i = 0; i < size; ++i) variance += (x[i] - mean) * (x[i] - mean) / size;
-  numbers::Normalize(x.data, size, weight.data, bias.data, 1e-5f, y.data);
+  vector_math::Normalize(x.data, size, weight.data, bias.data, 1e-5f, y.data);
   for (int64_t i = 0; i < size; ++i) {
     exact = (x[i] - mean) / std::sqrt(variance + 1e-5) * weight[i] + bias[i];
     Check(std::fabs(y[i] - exact) < 1e-4, "layer norm");
   }
-  numbers::Normalize(x.data, size, weight.data, nullptr, 1e-5f, y.data);
+  vector_math::Normalize(x.data, size, weight.data, nullptr, 1e-5f, y.data);
   for (int64_t i = 0; i < size; ++i)
     Check(std::fabs(y[i] - x[i] / std::sqrt(square + 1e-5) * weight[i]) < 1e-4, "rms norm");
   exact = 0;
   for (int64_t i = 0; i < size; ++i) exact += double(x[i]) * weight[i];
-  Check(std::fabs(numbers::Dot(x.data, weight.data, size) - exact) < 1e-3, "dot");
+  Check(std::fabs(vector_math::Dot(x.data, weight.data, size) - exact) < 1e-3, "dot");
   const int64_t count = Between(0, 5), width = Between(1, 150);
   Exact<float> factors(count), rows(count * width), sums(width);
   for (int64_t k = 0; k < count; ++k) factors[k] = Normal();
   for (int64_t i = 0; i < count * width; ++i) rows[i] = Normal();
   std::fill_n(sums.data, width, 0.5f);
-  numbers::AddRows(factors.data, count, rows.data, width, sums.data);
+  vector_math::AddRows(factors.data, count, rows.data, width, sums.data);
   for (int64_t i = 0; i < width; ++i) {
     exact = 0.5;
     for (int64_t k = 0; k < count; ++k) exact += double(factors[k]) * rows[k * width + i];
@@ -231,7 +231,7 @@ void CheckFunctions() {
   }
   double total = 0;
   for (int64_t i = 0; i < size; ++i) y[i] = x[i], total += std::exp(double(x[i]));
-  numbers::Softmax(y.data, size);
+  vector_math::Softmax(y.data, size);
   for (int64_t i = 0; i < size; ++i) Check(std::fabs(y[i] - std::exp(double(x[i])) / total) < 1e-6, "softmax");
 }
 

@@ -12,14 +12,14 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in
+from ppfleetx.nn.attention_kernels import KernelOptions, attend
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget
 from ppfleetx.nn.cpu_ops import bfloat16, compiled
-from ppfleetx.nn.kernels import KernelOptions, attend
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.parallel import precision
-from ppfleetx.parallel.precision import Precision
-from ppfleetx.utils import devices
+from ppfleetx.parallel import mixed_precision
+from ppfleetx.parallel.mixed_precision import Precision
+from ppfleetx.utils import device_support
 
 NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
 CFG = MixedPrecisionConfig(enable=True, dtype="bfloat16")
@@ -250,9 +250,9 @@ def test_products_in_float32_by_the_black_list():
     ],
 )
 def test_the_processor_decides(monkeypatch, flags, dtype, words):
-    monkeypatch.setattr(devices, "read_cpuinfo", lambda: f"flags : {flags}\n")
+    monkeypatch.setattr(device_support, "read_cpuinfo", lambda: f"flags : {flags}\n")
     cfg = load_config(NANO, ["Engine.mix_precision.enable=True", f"Engine.mix_precision.dtype={dtype}"])
-    reasons = devices.not_supported_reasons(cfg, "cpu")
+    reasons = device_support.not_supported_reasons(cfg, "cpu")
     assert computes_in(dtype) == (words is None) == (reasons == [])
     if words:
         assert words in reasons[0] and "enable=auto" in reasons[0]
@@ -264,8 +264,8 @@ def test_the_processor_decides(monkeypatch, flags, dtype, words):
 
 
 def test_operators_that_are_not_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(precision.bfloat16, "are_available", lambda: False)
-    monkeypatch.setattr(devices, "read_cpuinfo", lambda: "flags : avx512_bf16\n")
+    monkeypatch.setattr(mixed_precision.bfloat16, "are_available", lambda: False)
+    monkeypatch.setattr(device_support, "read_cpuinfo", lambda: "flags : avx512_bf16\n")
     with pytest.raises(ConfigError, match="operators are not compiled"):
         Precision(CFG)
     assert not Precision(CFG.model_copy(update={"enable": "auto"})).products_alone

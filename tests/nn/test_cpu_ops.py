@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.generation import processors
+from ppfleetx.generation import logits_processors
 from ppfleetx.nn import panel_matmul
 from ppfleetx.nn.cpu_ops import build, compiled, ops
 from ppfleetx.nn.panel_matmul import InferenceLinear, Panels
@@ -79,7 +79,7 @@ def test_nucleus_is_that_of_numpy(scale: float, vocab: int) -> None:
     probabilities = paddle.nn.functional.softmax(paddle.to_tensor(logits), axis=-1)
     for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999):
         kept = ops.nucleus(probabilities, paddle.full([1], top_p)).numpy()
-        rows = [processors._nucleus_of_row(row, top_p) for row in probabilities.numpy()]
+        rows = [logits_processors._nucleus_of_row(row, top_p) for row in probabilities.numpy()]
         # Sums are taken in another order, which may make a difference of one token.
         assert (np.count_nonzero(kept != np.stack(rows), axis=-1) <= (vocab > 1000)).all()
     everything = ops.nucleus(probabilities, paddle.full([1], 2.0))
@@ -97,9 +97,9 @@ def test_nucleus_of_equal_ones_and_of_what_is_no_number() -> None:
 @needs_operators
 def test_top_p_with_and_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     probabilities = paddle.nn.functional.softmax(paddle.randn([3, 500]) * 2, axis=-1)
-    with_operator = processors.nucleus(probabilities, 0.8).numpy()
-    monkeypatch.setattr(processors.cpu_ops, "are_available", lambda: False)
-    np.testing.assert_array_equal(processors.nucleus(probabilities, 0.8).numpy(), with_operator)
+    with_operator = logits_processors.nucleus(probabilities, 0.8).numpy()
+    monkeypatch.setattr(logits_processors.cpu_ops, "are_available", lambda: False)
+    np.testing.assert_array_equal(logits_processors.nucleus(probabilities, 0.8).numpy(), with_operator)
 
 
 def test_a_library_that_cannot_be_loaded_is_said_and_left(
@@ -108,14 +108,14 @@ def test_a_library_that_cannot_be_loaded_is_said_and_left(
     broken = tmp_path / "cpu_ops.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(ops, "library_path", lambda _: broken)
-    assert not ops.load.__wrapped__("kernels")
+    assert not ops.load.__wrapped__("ops")
     assert f"{broken} cannot be loaded" in caplog.text
 
 
 def test_another_kind_of_machine_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = compiled.library_path("kernels")
+    here = compiled.library_path("ops")
     monkeypatch.setattr(compiled, "read_cpuinfo", lambda: "flags : sse2")
-    assert compiled.library_path("kernels") != here
+    assert compiled.library_path("ops") != here
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_compiler_that_makes_no_library(
     monkeypatch.setattr(build, "load", functools.cache(ops.load.__wrapped__))
     monkeypatch.setenv("CXX", f"{compiler} --some-option")
     with pytest.raises(UserError, match=message):
-        build.build("kernels")
+        build.build("ops")
     assert not any((tmp_path / "built").iterdir())
 
 
@@ -147,10 +147,10 @@ def test_a_compiler_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build, "library_path", lambda _: tmp_path / "built" / "cpu_ops.so")
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(UserError, match="cannot be started: Exec format error"):
-        build.build("kernels")
+        build.build("ops")
     monkeypatch.setenv("CXX", "/nowhere/compiler")
     with pytest.raises(UserError, match="CXX names was not found: /nowhere/compiler"):
-        build.build("kernels")
+        build.build("ops")
 
 
 @pytest.mark.parametrize(("options", "code"), [([], 2), (["--if-possible"], 0)])

@@ -7,8 +7,7 @@ import pytest
 from ppfleetx.compress import rounding
 from ppfleetx.config.sections.compress import QuantizationConfig, is_of_quantizer
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import InferenceFactory, LocalFactory
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.fake_quant import (
     FakeQuantizer,
     on_grid,
@@ -16,6 +15,7 @@ from ppfleetx.nn.fake_quant import (
     quantizers_of,
     with_quantizers,
 )
+from ppfleetx.nn.layer_factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
 from ppfleetx.optims.gradients import is_in_use
 from tests.models.gpt_builders import random_tokens, tiny_config

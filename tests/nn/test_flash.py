@@ -8,8 +8,8 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.nn import flash, kernels
-from ppfleetx.nn.kernels import KernelOptions, attend
+from ppfleetx.nn import attention_kernels, flash
+from ppfleetx.nn.attention_kernels import KernelOptions, attend
 from tests.nn.test_layers import RNG, attention64, tensor
 
 V100, T4, A100, A10, L4, H100, B200 = (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)
@@ -22,10 +22,10 @@ def gpu(monkeypatch):
 
     def set_up(capability, **flags):
         monkeypatch.setattr(flash, "on_gpu", lambda: True)
-        monkeypatch.setattr(kernels, "on_card", lambda: True)
+        monkeypatch.setattr(attention_kernels, "on_card", lambda: True)
         monkeypatch.setattr(flash, "_capability", lambda device: capability)
         monkeypatch.setattr(flash, "_flag", lambda name, default: flags.get(name[6:], default))
-        kernels._say_once.cache_clear()
+        attention_kernels._say_once.cache_clear()
 
     return set_up
 
@@ -73,7 +73,7 @@ def test_where_it_can_serve(
 ):
     gpu(capability, flash_attn_version=version)
     for name in ("reference", "flash"):
-        monkeypatch.setattr(kernels, f"{name}_attention", lambda *_, name=name: name)
+        monkeypatch.setattr(attention_kernels, f"{name}_attention", lambda *_, name=name: name)
     query, key = (paddle.zeros([1, 2, *r, 3, head_size], "float16") for r in ([1], []))
     dropout = dropout_of(probability, training)
     monkeypatch.setattr(logging.getLogger("ppfleetx"), "propagate", True)
@@ -122,8 +122,8 @@ def test_it_is_refused_in_words_on_a_cpu():
 
 @pytest.mark.parametrize("kernel", ["auto", "flash"])
 def test_queries_after_cached_keys_take_the_reference(monkeypatch, kernel):
-    monkeypatch.setattr(kernels, "flash_obstacle", lambda *_, **__: None)
-    monkeypatch.setattr(kernels, "flash_attention", lambda *_: pytest.fail("flash was called"))
+    monkeypatch.setattr(attention_kernels, "flash_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(attention_kernels, "flash_attention", lambda *_: pytest.fail("flash was called"))
     query, (key, value) = RNG.normal(size=(2, 2, 3, 1, 8)), RNG.normal(size=(2, 2, 2, 6, 8))
     out = attend(
         tensor(query), tensor(key), tensor(value), None, paddle.nn.Dropout(0.0), KernelOptions(kernel)
@@ -156,7 +156,7 @@ def test_what_paddle_is_called_with(monkeypatch, packed):
         flashmask_attention=lambda q, k, v, limits, **kw: run(q, k, v, limits, **kw),
     )
     monkeypatch.setattr(flash.F, "flash_attention", fakes)
-    monkeypatch.setattr(kernels, "flash_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(attention_kernels, "flash_obstacle", lambda *_, **__: None)
     query, key, value = (tensor(RNG.normal(size=s)) for s in [(2, 2, 3, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)])
     starts = paddle.to_tensor([[0, 0, 0, 3, 3, 3], [0] * 6], dtype="int32") if packed else None
     for training, probability in ((True, 0.1), (False, 0.0)):

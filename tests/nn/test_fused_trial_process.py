@@ -9,8 +9,8 @@ import paddle
 import pytest
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import fused, fused_trial_process
-from ppfleetx.nn.fused import choose
+from ppfleetx.nn import fused_ops, fused_trial_process
+from ppfleetx.nn.fused_ops import choose
 
 HERE = "tests.nn.test_fused_trial_process"
 
@@ -79,17 +79,17 @@ def test_a_card_that_takes_no_second_process_costs_speed_and_nothing_else():
 def test_no_trial_is_made_in_the_process_that_trains(monkeypatch, device):
     own, asked = [], []
     monkeypatch.setattr(paddle, "get_device", lambda: device)
-    monkeypatch.setattr(fused, "kernel_types", lambda kernel, device: {"float32"})
-    monkeypatch.setattr(fused, "difference", lambda *_: own.append(1))
+    monkeypatch.setattr(fused_ops, "kernel_types", lambda kernel, device: {"float32"})
+    monkeypatch.setattr(fused_ops, "difference", lambda *_: own.append(1))
 
     def apart(trials, where, flags):
         asked.append((where, len(trials)))
         return [None if place.endswith(":rope") else "bad" for place, _ in trials]
 
-    monkeypatch.setattr(fused, "tried_in_child", apart, raising=False)
-    monkeypatch.setattr(fused, "_results", {}, raising=False)
+    monkeypatch.setattr(fused_ops, "tried_in_child", apart, raising=False)
+    monkeypatch.setattr(fused_ops, "_results", {}, raising=False)
     for _ in range(2):
         ops = choose("auto", ("float32",), ParallelContext.single(device))
-    in_float32 = sum("float32" in row.types for row in fused.TABLE.values())
+    in_float32 = sum("float32" in row.types for row in fused_ops.TABLE.values())
     assert not own and asked == [(device, in_float32), (device, 0)]
     assert ops.taken == {"rope": ["float32"]} and "bad" in ops.refused["swiglu"]

@@ -10,8 +10,8 @@ import pytest
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import model_spec
 from ppfleetx.models.gpt.stages import kernel_options
-from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.latent_attention import LatentAttention
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.positions import rope
 from tests.generation.hf_weights import random_weight
 from tests.helpers.low_precision import emulated

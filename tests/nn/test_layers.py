@@ -8,10 +8,10 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS, NORMS, ActivationTraits
+from ppfleetx.nn.attention_kernels import KernelOptions, attend, reference_attention
 from ppfleetx.nn.cpu_ops import ops
-from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
-from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.layer_spec import LinearSpec, NormSpec
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.masks import attention_mask, blocked_score, flash_row_limits

@@ -36,7 +36,7 @@ def layer_of(cfg):
     """The last block's layer with initialized values."""
     import paddle
 
-    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.nn.layer_factory import LocalFactory
     from ppfleetx.nn.moe import MoE
     from ppfleetx.nn.stage import Stage, build_stage
 
@@ -54,7 +54,7 @@ def every_expert(layer, hidden):
     """The layer's output, computed with all experts at all positions."""
     import paddle
 
-    from ppfleetx.nn.router import chosen_mask
+    from ppfleetx.nn.routing import chosen_mask
 
     routing, _, _ = layer.router(hidden)
     dense = chosen_mask(routing.choice, layer.num_experts).put_along_axis(routing.choice, routing.weights, -1)
@@ -147,8 +147,8 @@ def grouped(width_in, width_out):
     """The linears of three experts with initialized values."""
     import paddle
 
-    from ppfleetx.nn.factory import LocalFactory
     from ppfleetx.nn.init import Normal
+    from ppfleetx.nn.layer_factory import LocalFactory
     from ppfleetx.nn.layer_spec import LinearSpec
     from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.mesh import EXPERTS, Mesh
-from ppfleetx.config.plan import AXES, ParallelPlan, enumerate_plans
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan, enumerate_plans
 from ppfleetx.config.sections.compress import CompressConfig, QuantizationConfig, WeightsConfig
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.models.gpt.stages import gpt_classification_stages, gpt_stages
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.attention_spec import qkv_parts
-from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.init import Constant
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.nn.param_spec import (
     PARTIAL,

@@ -9,8 +9,8 @@ from paddle.base import core
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kernel_types
-from ppfleetx.nn import flash, fused, fused_trials, kernels, mlp, norm, rope
-from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps, choose, forget_trials
+from ppfleetx.nn import attention_kernels, flash, fused_ops, fused_trials, mlp, norm, rope
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps, choose, forget_trials
 from ppfleetx.nn.fused_trial_process import difference
 from ppfleetx.nn.layers import Dropout
 from ppfleetx.nn.masks import attention_mask
@@ -33,7 +33,7 @@ def plugin(monkeypatch):
 
         return run
 
-    for module in (norm, flash, rope, fused):
+    for module in (norm, flash, rope, fused_ops):
         monkeypatch.setattr(module, "plugin_operator", counted)
     forget_trials()
     yield calls
@@ -89,15 +89,17 @@ def test_where_its_attention_serves(ops, dtype, probability, said):
 
 def test_packed_documents_go_through_it(plugin):
     """Training on two documents in a row equals the reference kernel."""
-    options = kernels.KernelOptions(fused=FusedOps({"plugin_attention": ["float32"]}))
+    options = attention_kernels.KernelOptions(fused=FusedOps({"plugin_attention": ["float32"]}))
     query, key = (
         paddle.to_tensor(np.random.default_rng(0).standard_normal(s).astype("float32"))
         for s in ([1, 2, 2, 16, 64], [1, 2, 16, 64])
     )
     start = paddle.to_tensor(np.array([[0] * 9 + [9] * 7], np.int32))
     dropout = paddle.nn.Dropout(0.0)
-    expected = kernels.attend(query, key, key, start, dropout, kernels.KernelOptions("reference"))
-    found = kernels.attend(query, key, key, start, dropout, options)
+    expected = attention_kernels.attend(
+        query, key, key, start, dropout, attention_kernels.KernelOptions("reference")
+    )
+    found = attention_kernels.attend(query, key, key, start, dropout, options)
     assert plugin == {"flash_attention_npu": 1}
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
 
@@ -106,7 +108,7 @@ def test_they_are_chosen_where_they_are_and_refused_elsewhere(plugin, monkeypatc
     listed, single = ["rms_norm", "rope"], ParallelContext.single()
     assert set(choose(listed, ["float32"], single).taken) == set(listed)
     for name in listed:
-        monkeypatch.setattr(fused, "plugin_operator", lambda _: None)
+        monkeypatch.setattr(fused_ops, "plugin_operator", lambda _: None)
         with pytest.raises(ConfigError, match="no float32 kernel"):
             choose([name], ["float32"], single)
     with pytest.raises(ConfigError, match="no plugin with flash_attention_npu"):

@@ -10,16 +10,16 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.mesh import Mesh
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn import quantized
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.cpu_ops.compiled import WIDTH
-from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.init import Constant
+from ppfleetx.nn.layer_factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.param_spec import Shard, dense
 from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix, with_quantized_weights

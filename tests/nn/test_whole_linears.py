@@ -29,9 +29,9 @@ def gradients(mp: int, sequence_parallel: bool, of_trunk: bool) -> dict[str, lis
 
     from ppfleetx.config.sections.compress import QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
-    from ppfleetx.nn.factory import LocalFactory, TensorParallelFactory
     from ppfleetx.nn.fake_quant import quantize_linear
     from ppfleetx.nn.init import Constant
+    from ppfleetx.nn.layer_factory import LocalFactory, TensorParallelFactory
     from ppfleetx.nn.layer_spec import LinearSpec
     from tests.distributed.cpu.cases import group_of
 

@@ -20,9 +20,9 @@ import paddle.nn.functional as F
 from paddle import _C_ops
 from paddle.base import core
 
-from ppfleetx.distributed import transfer
+from ppfleetx.distributed import host_device_copy
 from ppfleetx.distributed.cpu.patches import TABLE
-from ppfleetx.nn import flash, fused, kernels, quantized
+from ppfleetx.nn import attention_kernels, flash, fused_ops, quantized
 from tests.helpers import low_precision
 
 GRADIENTS_OF = (
@@ -78,20 +78,24 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *of: stack.enter_context(mock.patch.object(*of))  # noqa: E731
         patch(core.Place, "is_cpu_place", lambda _: False)
-        patch(transfer, "on_card", lambda: True)
-        patch(transfer, "_queue", queue)
-        patch(transfer, "queue_copy_to_host", lambda tensor: tensor)
-        patch(transfer, "recorded_event", lambda: SimpleNamespace(query=lambda: True))
+        patch(host_device_copy, "on_card", lambda: True)
+        patch(host_device_copy, "_queue", queue)
+        patch(host_device_copy, "queue_copy_to_host", lambda tensor: tensor)
+        patch(host_device_copy, "recorded_event", lambda: SimpleNamespace(query=lambda: True))
         for module in (flash, quantized):
             patch(module, "on_gpu", lambda: True)
-        patch(kernels, "on_card", lambda: True)
+        patch(attention_kernels, "on_card", lambda: True)
         patch(flash, "_capability", lambda _: (8, 0))
         patch(quantized, "capability", lambda _: (8, 0))
         patch(quantized, "weight_quantize", _weight_quantize(named))
         patch(quantized, "weight_only_linear", _weight_only_linear(named))
-        patch(fused, "TABLE", {name: replace(row, exact_on_cpu=True) for name, row in fused.TABLE.items()})
-        fused.forget_trials()
-        stack.callback(fused.forget_trials)
+        patch(
+            fused_ops,
+            "TABLE",
+            {name: replace(row, exact_on_cpu=True) for name, row in fused_ops.TABLE.items()},
+        )
+        fused_ops.forget_trials()
+        stack.callback(fused_ops.forget_trials)
         patch(F.flash_attention, "flash_attention", _flash(named, "flash_attn"))
         patch(F.flash_attention, "flashmask_attention", _flash(named, "flashmask_attention"))
         if low:

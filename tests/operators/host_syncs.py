@@ -17,7 +17,7 @@ from ppfleetx.resilience.flight_recorder import RECORD
 from tests.operators.kernel_log import KernelLog, kernel_of
 
 ROOT = str(Path(__file__).resolve().parents[2] / "ppfleetx") + "/"
-_PASSED_OVER = ("/distributed/cpu/", "/distributed/transfer.py", "/resilience/")
+_PASSED_OVER = ("/distributed/cpu/", "/distributed/host_device_copy.py", "/resilience/")
 # Paddle keeps AdamW's powers of beta in host memory on a GPU too (optimizer/adamw.py, device='cpu').
 ON_HOST = ("optims/adamw.py:_power_on_host",)
 READS = ("numpy", "item", "tolist", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__")
@@ -31,7 +31,7 @@ class HostSyncs:
     Attributes:
         reads: copies from device to host, which wait for the device.
         copies: copies from pageable memory to the device, which wait too. Those of
-            ppfleetx/distributed/transfer.py do not wait and are not counted.
+            ppfleetx/distributed/host_device_copy.py do not wait and are not counted.
         collectives: collectives and messages to other ranks.
     """
 

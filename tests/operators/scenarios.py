@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, product
 from typing import Any
 
-from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
+from ppfleetx.config.parallel_plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import fields_of
 from tests.operators.options import OPTIONS, Option
 from tests.parity.comparison import micro_batch_size_of

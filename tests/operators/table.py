@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.nn import fused
+from ppfleetx.nn import fused_ops
 from ppfleetx.utils.gpu_operators import TABLE, used_kernels
 from tests.helpers.ranks import Pools
 from tests.operators.scenarios import CASES, SMALL, Scenario
@@ -34,7 +34,7 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
 
 def _quantized(directory: Path, style: str, way: str) -> Path:
     """A quantized model with widths that the GPU's kernel for 8-bit weights supports."""
-    from ppfleetx.commands.checkpoint_transforms import Quantize
+    from ppfleetx.commands.checkpoint_verbs import Quantize
     from ppfleetx.commands.quantize import quantize
     from tests.compress.runs import MODELS, write_run
 
@@ -63,7 +63,9 @@ def arguments_of(scenario: Scenario, runs: dict[str, Path]) -> dict[str, Any]:
 
 def named() -> set[Used]:
     """Kernels of fused operators, which a CPU cannot run; the product names them."""
-    return {(kernel, dtype) for row in fused.TABLE.values() for kernel in row.kernels for dtype in row.types}
+    return {
+        (kernel, dtype) for row in fused_ops.TABLE.values() for kernel in row.kernels for dtype in row.types
+    }
 
 
 def exported(pools: Pools, directory: Path, timeout: float) -> set[Used]:

@@ -5,7 +5,7 @@ import paddle
 import pytest
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.fused import TABLE, FusedOps, choose, obstacles
+from ppfleetx.nn.fused_ops import TABLE, FusedOps, choose, obstacles
 from ppfleetx.nn.fused_trial_process import difference
 from ppfleetx.optims import adamw, fused_trials
 from ppfleetx.optims.build import build_optimizer

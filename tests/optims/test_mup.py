@@ -13,8 +13,8 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.optims.build import build_optimizer
 
 VOCAB, RATE = 64, 2.0**-6

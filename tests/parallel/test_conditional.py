@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity.training import build, take_step
 
 TRAIN = "tests.parallel.test_conditional:train"

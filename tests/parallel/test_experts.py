@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parity.comparison import Comparison
 

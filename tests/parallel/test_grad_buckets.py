@@ -6,7 +6,7 @@ import paddle
 import pytest
 from paddle.base import core
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import dense

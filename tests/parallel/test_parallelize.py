@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.commands.training import build_runner
+from ppfleetx.commands.train import build_runner
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import stage

@@ -9,7 +9,7 @@ from unittest import mock
 import paddle
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.parallel import param_broadcast
 from ppfleetx.parallel.param_broadcast import NewValues
 from tests.helpers.ranks import fields_of
@@ -86,7 +86,7 @@ def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[flo
     from paddle import distributed
 
     from ppfleetx.core.engine.saving import Saver
-    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.generation.decoding_session import NextTokenModel
     from ppfleetx.resilience.flight_recorder import RECORD
     from tests.parity.training import VOCAB, build, micro_batches, take_step
 
@@ -147,7 +147,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     from paddle.base import core
 
     from ppfleetx.core.engine.rank_consistency import Watch
-    from ppfleetx.distributed import transfer
+    from ppfleetx.distributed import host_device_copy
     from ppfleetx.resilience.stop_request import StopRequest
     from tests.parity.training import build, micro_batches, take_step
 
@@ -179,11 +179,11 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
 
     watch, counts = Watch(cfg, ctx, 1e6, runner.count), ([], [])
     with (
-        mock.patch.object(transfer, "on_card", lambda: True),
+        mock.patch.object(host_device_copy, "on_card", lambda: True),
         mock.patch.object(core.Place, "is_cpu_place", lambda _: False),
-        mock.patch.object(transfer, "_queue", paddle.to_tensor),
-        mock.patch.object(transfer, "queue_copy_to_host", copy_to_host),
-        mock.patch.object(transfer, "recorded_event", Event),
+        mock.patch.object(host_device_copy, "_queue", paddle.to_tensor),
+        mock.patch.object(host_device_copy, "queue_copy_to_host", copy_to_host),
+        mock.patch.object(host_device_copy, "recorded_event", Event),
         mock.patch.object(paddle.Tensor, "numpy", numpy),
     ):
         for step in range(2):

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parity.training import GLOBAL_BATCH
 

@@ -13,7 +13,7 @@ import pytest
 from paddle import distributed
 from paddle.base import core
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.resilience.flight_recorder import RECORD
 from tests.operators.host_syncs import caller
 

@@ -8,9 +8,9 @@ import paddle
 import pytest
 from paddle import distributed
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.fused_ops import FusedOps
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import PARTIAL, ParamSpec, Shard, dense
 from ppfleetx.nn.stage import declare

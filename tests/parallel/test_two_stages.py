@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parallel.message_log import Messages
 from tests.parity.training import GLOBAL_BATCH

@@ -46,7 +46,7 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
     """
     import paddle
 
-    from ppfleetx.nn import fused
+    from ppfleetx.nn import fused_ops
     from tests.helpers.low_precision import emulated
     from tests.parity.option_pairs import FUSED, fused_products, matmuls
 
@@ -56,7 +56,7 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
         paddle.utils.unique_name.guard(),
         emulated(),
         fused_products(),
-        mock.patch.object(fused, "get_logger", lambda: logger),
+        mock.patch.object(fused_ops, "get_logger", lambda: logger),
         matmuls() as made,
     ):
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", 4, extra)

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
+from ppfleetx.config.parallel_plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
 from tests.parity import experts, pruned, qat
 from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16, TOLERANCE, Comparison, Difference

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.config.plan import Workload, enumerate_plans, violations
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import Workload, enumerate_plans, violations
 from tests.parity.comparison import Comparison
 
 ZERO_BUBBLE = [

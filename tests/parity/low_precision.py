@@ -41,7 +41,7 @@ def train(
     """
     import paddle
 
-    from ppfleetx.distributed.checks import check_replicas
+    from ppfleetx.distributed.consistency_checks import check_replicas
     from ppfleetx.parallel.step import NonFiniteError
     from tests.helpers.low_precision import emulated
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools, RanksFailedError, fields_of
 from tests.parity import pruned, training
 from tests.parity.comparison import TOLERANCE, micro_batch_size_of
@@ -93,7 +93,7 @@ OPTIONS: dict[str, Option] = {
         {"Distributed.overlap_p2p_comm": True},
         {"pp": 2},
     ),
-    "sep": Option("ppfleetx.nn.attention_strategy:exchange", plan={"sep": 2}),
+    "sep": Option("ppfleetx.nn.context_parallel:exchange", plan={"sep": 2}),
     "sharding_1": Option(
         "ppfleetx.parallel.param_broadcast:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
@@ -141,7 +141,7 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.compress.distill:_Divergence.apply", {"Compress.Distill": f"{{teacher: {TEACHER}}}"}
     ),
     "experts": Option("ppfleetx.nn.matmul:Matmul.grouped", EXPERTS),
-    "expert_parallel": Option("ppfleetx.nn.expert_exchange:Route.depart", EXPERTS, {"dp": 2, "ep": 2}),
+    "expert_parallel": Option("ppfleetx.nn.token_dispatcher:Route.depart", EXPERTS, {"dp": 2, "ep": 2}),
     "window": Option("ppfleetx.nn.attention:window_start", {"Model.attention_window": 5}),
     "layer_patterns": Option(
         "ppfleetx.nn.attention:window_start",
@@ -154,7 +154,7 @@ OPTIONS: dict[str, Option] = {
         },
     ),
     "factors": Option(
-        "ppfleetx.nn.kernels:softcapped",
+        "ppfleetx.nn.attention_kernels:softcapped",
         {
             "Model.attn_logit_softcapping": 2.0,
             "Model.final_logit_softcapping": 5.0,
@@ -239,7 +239,7 @@ class Pair:
             found |= option.keys
         if self.dtype != "float32":
             found |= {f"{MIXED}enable": True, f"{MIXED}dtype": "bfloat16", f"{MIXED}level": self.dtype}
-        taken = [fused for name, fused in FUSED.items() if name in self.names]
+        taken = [fused_ops for name, fused_ops in FUSED.items() if name in self.names]
         found["Model.fused_ops"] = f"[{','.join(taken)}]" if taken else "none"
         if one_card:
             found = {key: value for key, value in found.items() if not key.startswith("Distributed.")}
@@ -361,11 +361,11 @@ def fused_products() -> Iterator[None]:
     import paddle
     from paddle import _C_ops
 
-    from ppfleetx.nn import fused
+    from ppfleetx.nn import fused_ops
 
     def obstacles(asked: Sequence[str], types: Sequence[str], **_: Any) -> dict[str, dict[str, str | None]]:
         def one(name: str, dtype: str) -> str | None:
-            return None if name in FUSED.values() and dtype in fused.TABLE[name].types else "not here"
+            return None if name in FUSED.values() and dtype in fused_ops.TABLE[name].types else "not here"
 
         return {name: {dtype: one(name, dtype) for dtype in types} for name in asked}
 
@@ -376,7 +376,7 @@ def fused_products() -> Iterator[None]:
         return (gradient if total is None else total.add_(gradient)), None
 
     with (
-        mock.patch.object(fused, "obstacles", obstacles),
+        mock.patch.object(fused_ops, "obstacles", obstacles),
         mock.patch.object(_C_ops, "fused_linear_param_grad_add", add),
     ):
         yield

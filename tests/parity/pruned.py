@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity import low_precision, training
 
 TRAIN = "tests.parity.pruned:train"

@@ -5,7 +5,7 @@ whole step of the grid for one element. In float64 the second does not happen, s
 plan does to the definition of scales, bounds and gradients.
 """
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 
 _KEY = "Compress.Quantization."
 _MOVING = {f"{_KEY}enable": True}

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity.comparison import Comparison
 
 TRAIN = "tests.parity.test_attention_strategy:train"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools, RanksFailedError, fields_of
 from tests.parity.comparison import TOLERANCE, Comparison, micro_batch_size_of
 from tests.parity.training import build, global_batch, take_step

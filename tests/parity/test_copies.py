@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity.low_precision import _held
 from tests.parity.training import build, take_step
 
@@ -68,7 +68,7 @@ def copies_after_a_noisy_step(plan: dict[str, Any], world_size: int, extra: dict
         the check of the copies, weights and optimizer states, passed: "" or its message.
     """
     from ppfleetx.config.errors import UserError
-    from ppfleetx.distributed.checks import check_replicas
+    from ppfleetx.distributed.consistency_checks import check_replicas
     from ppfleetx.distributed.coordination import gather
 
     with paddle.utils.unique_name.guard():

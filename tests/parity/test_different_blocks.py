@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity import training
 from tests.parity.comparison import Comparison
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity.comparison import TOLERANCE
 from tests.parity.test_plans import ALIKE, DROPOUT
 

@@ -51,8 +51,8 @@ def test_logits_are_never_whole(tied):
 def _head(tied, hidden, vocab, pieces):
     from ppfleetx.models.gpt.layers import Head, TiedHead
     from ppfleetx.models.gpt.spec import HeadSpec
-    from ppfleetx.nn.factory import LocalFactory
     from ppfleetx.nn.init import Normal
+    from ppfleetx.nn.layer_factory import LocalFactory
     from ppfleetx.nn.layer_spec import LinearSpec, TableSpec
     from ppfleetx.nn.stage import Stage, build_stage
 

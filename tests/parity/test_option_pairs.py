@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppfleetx.config.plan import CONFIG_KEYS
+from ppfleetx.config.parallel_plan import CONFIG_KEYS
 from ppfleetx.config.sections.compress import CompressConfig, PruneConfig, QuantizationConfig, WeightsConfig
 from ppfleetx.config.sections.distributed import DistributedConfig, ShardingConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig

@@ -6,7 +6,7 @@ batches and ranks; the first and last numbers compared are evaluations.
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.nn.cpu_ops import bfloat16
 from tests.parity import qat
 from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16

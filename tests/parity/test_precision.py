@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity.comparison import micro_batch_size_of
 
 PLANS = [Plan(dp=2), Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2)]

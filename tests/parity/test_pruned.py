@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parity import pruned
 from tests.parity.comparison import TOLERANCE, Comparison, micro_batch_size_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.parity import training
 
 TRAIN_PART = "tests.parity.test_whole_matrices:train_part"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.config.plan import CONFIG_KEYS
+from ppfleetx.config.parallel_plan import CONFIG_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
@@ -279,8 +279,8 @@ def train_part(
     import paddle
 
     from ppfleetx.checkpoint.manager import CheckpointManager
-    from ppfleetx.checkpoint.paddle_tensors import load_model, load_optimizer, model_slices, optimizer_slices
     from ppfleetx.checkpoint.reader import open_checkpoint
+    from ppfleetx.checkpoint.state_dict import load_model, load_optimizer, model_slices, optimizer_slices
 
     with paddle.utils.unique_name.guard(), default_dtype(dtype):
         cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, extra or {})
@@ -329,7 +329,7 @@ def dropout_masks(plan: dict[str, Any], world_size: int) -> list[dict[str, str]]
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.distributed.random import DropoutStreams
-    from ppfleetx.nn.factory import layer_factory
+    from ppfleetx.nn.layer_factory import layer_factory
 
     cfg = load_config(CONFIG, overrides(plan, "gpt", "sgd", 1, {}), world_size=world_size)
     ctx = init_distributed(cfg)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ppfleetx.config.plan import AXES
+from ppfleetx.config.parallel_plan import AXES
 from tests.device.place import place
 from tests.e2e.resumption import write_corpus
 from tests.helpers.ranks import Pools

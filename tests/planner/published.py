@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.cards import GIB, load_card

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, Overlap, Precision, job_of

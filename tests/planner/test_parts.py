@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.mesh import SMALL_MESSAGE
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.rules import expert_message_bytes
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
@@ -23,11 +23,11 @@ from ppfleetx.planner.communication import (
 )
 from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Overlap, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
+from ppfleetx.planner.mfu import step_flops
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 from ppfleetx.planner.timeline import Messages, simulate
-from ppfleetx.planner.utilization import step_flops
 from tests.planner.traffic import sent_bytes
 
 H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32

@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 
-from ppfleetx.config.plan import AXES
+from ppfleetx.config.parallel_plan import AXES
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.communication import Cluster
+from ppfleetx.planner.mfu import step_flops, tflops_per_device
 from ppfleetx.planner.prediction import Prediction
-from ppfleetx.planner.utilization import step_flops, tflops_per_device
 from tests.planner.accuracy import PAGE, published_rows
 from tests.planner.published import (
     MEGATRON_AXES,

@@ -19,13 +19,13 @@ from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.manager import BackgroundManager, HostCopier
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
-from ppfleetx.resilience import report_dir
+from ppfleetx.data.dataloader import DataLoader, GlobalBatchSampler
+from ppfleetx.resilience import hang_report_dir
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
-from ppfleetx.resilience.heartbeat import READING, Progress
-from ppfleetx.resilience.report_dir import ReportDir
+from ppfleetx.resilience.hang_report_dir import ReportDir
+from ppfleetx.resilience.progress import READING, Progress
 from ppfleetx.resilience.watchdog import Limits, Watchdog
 from tests.checkpoint.checkpoints import slices
 
@@ -252,7 +252,7 @@ def test_without_reports_it_says_so(tmp_path):
 
 
 def test_a_report_is_written_to_a_disk_that_finishes_no_flush(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_dir, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(hang_report_dir, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: time.sleep(30))
     directory = ReportDir(tmp_path)
     assert directory.write(WAITING[1], "the calls")
@@ -328,7 +328,7 @@ def test_each_micro_batch_is_progress(monkeypatch):
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.parallelize import parallelize
-    from ppfleetx.resilience.heartbeat import PROGRESS
+    from ppfleetx.resilience.progress import PROGRESS
 
     given = ["Global.local_batch_size=3", "Global.micro_batch_size=1", "Data.Train.dataset.input_dir=x"]
     cfg = load_config("debug/gpt_nano", given, world_size=1)

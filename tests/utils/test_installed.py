@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.utils.cli import EXIT_USER_ERROR, run_tool
+from ppfleetx.utils.exit_codes import EXIT_USER_ERROR, run_tool
 from ppfleetx.utils.installed import not_installed
 
 
@@ -36,11 +36,11 @@ def test_whoever_needs_the_build_for_gpus_is_sent_where_it_is(monkeypatch):
     """The general index ends with a version that does not work here."""
     from ppfleetx.config.errors import ConfigError
     from ppfleetx.distributed.device import choose_device
-    from ppfleetx.utils import devices
+    from ppfleetx.utils import device_support
 
-    monkeypatch.setattr(devices, "_is_installed", lambda name: name == "paddlepaddle")
+    monkeypatch.setattr(device_support, "_is_installed", lambda name: name == "paddlepaddle")
     said = []
-    for choose in (devices.expected_device, choose_device):
+    for choose in (device_support.expected_device, choose_device):
         with pytest.raises(ConfigError) as caught:
             choose("gpu")
         assert caught.value.key == "Global.device"
@@ -64,7 +64,8 @@ def test_a_device_that_does_not_come_is_one_sentence(tmp_path, variables, said):
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "PLUGINS/libx.so").write_text("no library")
     code = (
-        "from ppfleetx.utils.cli import run_tool\nfrom ppfleetx.utils.devices import expected_device\n"
+        "from ppfleetx.utils.exit_codes import run_tool\n"
+        "from ppfleetx.utils.device_support import expected_device\n"
         "from ppfleetx.utils.process_env import import_paddle\n"
         "def main():\n    expected_device('npu')\n    import_paddle()\n"
         "    from ppfleetx.distributed.device import choose_device\n    choose_device('npu')\n"
@@ -104,7 +105,7 @@ def test_a_rank_without_a_card_is_refused(monkeypatch):
     ("file", "device"), [("libpaddle-custom-npu.so", "npu"), ("libother.so", "cpu"), (None, "cpu")]
 )
 def test_a_plugin_in_a_directory_of_its_own_is_found_by_its_name(monkeypatch, tmp_path, file, device):
-    from ppfleetx.utils.devices import PLUGINS_ROOT, expected_device
+    from ppfleetx.utils.device_support import PLUGINS_ROOT, expected_device
 
     monkeypatch.chdir(tmp_path)
     if file is None:
@@ -121,7 +122,7 @@ def test_a_plugin_in_a_directory_of_its_own_is_found_by_its_name(monkeypatch, tm
     ["paddle_custom_npu-3.3.1.dist-info", "paddle-custom-npu-1.0.dist-info", "Paddle_Custom_NPU.egg-info"],
 )
 def test_an_installed_plugin_is_found_by_the_name_of_its_package(monkeypatch, tmp_path, directory):
-    from ppfleetx.utils.devices import PLUGINS_ROOT, expected_device
+    from ppfleetx.utils.device_support import PLUGINS_ROOT, expected_device
 
     monkeypatch.delenv(PLUGINS_ROOT, raising=False)
     (tmp_path / directory).mkdir()

@@ -83,7 +83,8 @@ def test_ctrl_c_while_paddle_starts_is_no_traceback(tmp_path):
         "except KeyboardInterrupt:\n    raise ImportError('initialization failed') from None\n"
     )
     code = (
-        "from ppfleetx.utils.cli import run_tool\nfrom ppfleetx.utils.process_env import import_paddle\n"
+        "from ppfleetx.utils.exit_codes import run_tool\n"
+        "from ppfleetx.utils.process_env import import_paddle\n"
         "run_tool(import_paddle)"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}

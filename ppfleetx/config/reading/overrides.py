@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.field_annotations import annotation_at, is_text_only, item_type
-from ppfleetx.config.fields import Section
+from ppfleetx.config.field_types import Section
 from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, put, same_value
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     Bool,
     CountInt,
     Fraction,

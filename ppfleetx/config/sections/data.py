@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     Bool,
     CountInt,
     Float,

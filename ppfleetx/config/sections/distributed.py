@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, PositiveFloat, RuleError, Section
+from ppfleetx.config.field_types import (
+    Bool,
+    CountInt,
+    Degree,
+    NumberChoice,
+    PositiveFloat,
+    RuleError,
+    Section,
+)
 from ppfleetx.config.pipeline_order import PipelineSchedule
 
 

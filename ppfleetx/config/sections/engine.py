@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     Bool,
     CountInt,
     Float,

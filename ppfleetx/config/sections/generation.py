@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     MAX_COUNT,
     Bool,
     CountInt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     MAX_SIZE,
     Bool,
     CountInt,
@@ -46,7 +46,7 @@ FusedName = Literal[
     "linear_grad_add",
     "weight_cast",
 ]
-"""The fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused`` describes them."""
+"""The fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused_ops`` describes them."""
 _LAYER_LISTS = ("attention_window_layers", "rotary_layers", "recompute_layers", "no_recompute_layers")
 
 

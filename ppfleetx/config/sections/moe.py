@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Literal
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     Bool,
     CountInt,
     Fraction,

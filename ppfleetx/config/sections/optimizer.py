@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ppfleetx.config.batch_sizes import BatchPlan
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     Bool,
     CountInt,
     Float,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from ppfleetx.config.fields import (
+from ppfleetx.config.field_types import (
     Bool,
     FloatFromOne,
     NonNegativeFloat,

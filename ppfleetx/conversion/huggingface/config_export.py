@@ -1,5 +1,5 @@
 """Convert a ``Model`` section to a Hugging Face ``config.json``, the inverse of
-``config_keys.model_keys``."""
+``config_import.model_keys``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import BalanceLossConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.families import candidates
 from ppfleetx.models.gpt.spec import parameter_shapes
 

@@ -16,7 +16,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys, unknown_keys, without_paddle_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, dequantized
@@ -32,7 +32,7 @@ from ppfleetx.conversion.huggingface.read_files import (
 from ppfleetx.conversion.huggingface.rope import rope_notes
 from ppfleetx.conversion.huggingface.tensor_mapping import Rule, expert_loads, network, rules
 from ppfleetx.conversion.safetensors_file import write_sharded
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.output_files import atomic_write
 
 MAX_FILE_BYTES = 5 * 1000**3
 _OTHER_HEAD = {"embed_out.weight": "lm_head.weight"}

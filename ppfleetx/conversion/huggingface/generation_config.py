@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ppfleetx.checkpoint.weights_only import valid_generation_keys
+from ppfleetx.checkpoint.model_only import valid_generation_keys
 from ppfleetx.config.errors import shown
 
 _SAME = {

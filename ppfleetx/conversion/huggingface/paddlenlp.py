@@ -10,7 +10,7 @@ from typing import Any
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.conversion.huggingface.config_keys import of_paddle
+from ppfleetx.conversion.huggingface.config_import import of_paddle
 from ppfleetx.conversion.huggingface.read_files import Stored
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.utils.log import get_logger

@@ -14,7 +14,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.conversion.join_parameters import join_parts, split_parts

@@ -8,12 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ppfleetx.checkpoint.directory import (
-    complete_checkpoints,
-    resolve_checkpoint,
-    step_directories,
-    weight_sources,
-)
 from ppfleetx.checkpoint.housekeeping import (
     delete_checkpoint,
     describe_os_error,
@@ -23,14 +17,18 @@ from ppfleetx.checkpoint.housekeeping import (
     repair_latest,
 )
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
+from ppfleetx.checkpoint.resolve_checkpoint import (
+    complete_checkpoints,
+    resolve_checkpoint,
+    step_directories,
+    weight_sources,
+)
 from ppfleetx.checkpoint.run_ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import run_record
-from ppfleetx.core.engine.progress import TrainingLength
-from ppfleetx.core.engine.restore import Start
-from ppfleetx.core.engine.run_directory import (
+from ppfleetx.core.engine.check_output_dir import (
     CKPT_DIR,
     CONFIG_FILE,
     METRICS_FILE,
@@ -40,12 +38,14 @@ from ppfleetx.core.engine.run_directory import (
     lies_in,
     output_dir_of,
 )
+from ppfleetx.core.engine.restore import Start
+from ppfleetx.core.engine.train_state import TrainingLength
 from ppfleetx.core.loggers.files import CSV_FILE
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather, joint_errors
-from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import atomic_write, put_aside, remove_unfinished
 
 
 def begin(

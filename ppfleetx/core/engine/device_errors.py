@@ -16,7 +16,7 @@ from ppfleetx.planner.alternatives import memory_savings
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.resilience.hang_report import raised_at
-from ppfleetx.resilience.heartbeat import PROGRESS
+from ppfleetx.resilience.progress import PROGRESS
 
 _OF_PADDLE = (
     "ResourceExhaustedError",

@@ -16,20 +16,20 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.callbacks.device_usage import device_name
-from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.rank_consistency import Watch
 from ppfleetx.core.engine.run_view import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.data.loader import MicroBatch, shortened
+from ppfleetx.core.engine.train_state import TrainingLength, TrainState
+from ppfleetx.data.dataloader import MicroBatch, shortened
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.step import NonFiniteError, StepRunner
-from ppfleetx.planner.utilization import Utilization, run_utilization
+from ppfleetx.planner.mfu import Utilization, run_utilization
 from ppfleetx.resilience.flight_recorder import RECORD
-from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS, READING, RESTING, STEPPING
 from ppfleetx.resilience.loss_spikes import Spike, SpikeGuard
+from ppfleetx.resilience.progress import EVALUATING, PROGRESS, READING, RESTING, STEPPING
 from ppfleetx.resilience.stop_request import StopRequest
 from ppfleetx.utils.log import get_logger
 

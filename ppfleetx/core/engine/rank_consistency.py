@@ -12,8 +12,8 @@ import numpy as np
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import flat_values
-from ppfleetx.data.loader import MicroBatch
-from ppfleetx.distributed.checks import (
+from ppfleetx.data.dataloader import MicroBatch
+from ppfleetx.distributed.consistency_checks import (
     batch_digest,
     check_batches,
     check_replicas,

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_adapter_or_head, refuse_without_base
-from ppfleetx.checkpoint.directory import (
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import (
     newest_complete,
     newest_good,
     open_resolved,
     resolve_checkpoint,
 )
-from ppfleetx.checkpoint.paddle_tensors import load_masters, load_model, load_optimizer
-from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.run_ownership import read_run
+from ppfleetx.checkpoint.state_dict import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.resume_policy import Effect, changes
@@ -25,7 +25,13 @@ from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.engine import SaveLoadConfig
 from ppfleetx.config.sections.moe import is_router_load
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.core.engine.progress import TrainState
+from ppfleetx.core.engine.check_output_dir import (
+    CKPT_DIR,
+    INIT_FROM,
+    RESUME,
+    base_of,
+    output_dir_of,
+)
 from ppfleetx.core.engine.resume_checks import (
     Fingerprints,
     check_resumed,
@@ -33,13 +39,7 @@ from ppfleetx.core.engine.resume_checks import (
     log_changes,
     may_change_optimizer,
 )
-from ppfleetx.core.engine.run_directory import (
-    CKPT_DIR,
-    INIT_FROM,
-    RESUME,
-    base_of,
-    output_dir_of,
-)
+from ppfleetx.core.engine.train_state import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.optims.schedules import Schedule, resume_schedule

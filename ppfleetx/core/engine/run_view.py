@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.progress import TrainState
+from ppfleetx.core.engine.train_state import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.optims.schedules import Schedule
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.step import StepRunner
-    from ppfleetx.planner.utilization import Utilization
+    from ppfleetx.planner.mfu import Utilization
 
 SOURCE = "source/"
 """The name prefix of metrics that are the loss of one corpus of a blend."""

@@ -12,17 +12,17 @@ from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manager import BackgroundManager, CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
-from ppfleetx.checkpoint.paddle_tensors import model_slices, optimizer_slices
 from ppfleetx.checkpoint.rng import gather_rng_state
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.state_dict import model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run_view import Run
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import joint_errors
-from ppfleetx.resilience.heartbeat import PROGRESS, SAVING
+from ppfleetx.resilience.progress import PROGRESS, SAVING
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

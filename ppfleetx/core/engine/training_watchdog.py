@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.run_directory import output_dir_of
+from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
 from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.hang_report import Identity
-from ppfleetx.resilience.report_dir import HANG_DIRS
-from ppfleetx.utils.cli import EXIT_HUNG
+from ppfleetx.resilience.hang_report_dir import HANG_DIRS
+from ppfleetx.utils.exit_codes import EXIT_HUNG
 from ppfleetx.utils.lost_peers import ended_peer_in, may_end_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ppfleetx.core.loggers.base import LogStart, LogWriter
-from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.output_files import atomic_write, put_aside
 
 CSV_FILE = "metrics.csv"
 

@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.utils.files import atomic_write, refuse_unwritable
 from ppfleetx.utils.input_files import os_errors
+from ppfleetx.utils.output_files import atomic_write, refuse_unwritable
 
 # Half of the library is tests, mostly tables of numbers and strings. The other folders are not part of the
 # library.

@@ -14,7 +14,7 @@ import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.generation import DetokenizerName, OfflineEvalConfig
-from ppfleetx.data.loader import MicroBatch
+from ppfleetx.data.dataloader import MicroBatch
 from ppfleetx.data.text_files import TextFile, load_object, text_of
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 

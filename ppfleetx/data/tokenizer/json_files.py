@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
-from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.input_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
+from ppfleetx.utils.output_files import atomic_write
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.deploy.server.answers import Answer, EventStream, RequestEvents, token_text
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.embeddings import (
@@ -35,7 +36,7 @@ from ppfleetx.deploy.server.embeddings import (
     embeddings_response,
     vectors_of,
 )
-from ppfleetx.deploy.server.messages import Metrics
+from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.protocol import (
     AnyRequest,
@@ -45,7 +46,6 @@ from ppfleetx.deploy.server.protocol import (
     quoted,
     read_request,
 )
-from ppfleetx.deploy.server.responses import Answer, EventStream, RequestEvents, token_text
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.utils.log import get_logger
 

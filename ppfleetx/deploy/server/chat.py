@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.sections.generation import StructuredOutputs
-from ppfleetx.deploy.server.messages import NewText
+from ppfleetx.deploy.server.answers import Answer, RowAnswer, chat_logprobs
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
-from ppfleetx.deploy.server.responses import Answer, RowAnswer, chat_logprobs
-from ppfleetx.deploy.server.tools import (
+from ppfleetx.deploy.server.scheduler_messages import NewText
+from ppfleetx.deploy.server.tool_calls import (
     AnswerText,
     choice_of,
     forced_form,

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.messages import NewText
+from ppfleetx.deploy.server.answers import Answer, RowAnswer, TextLogprobs
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
-from ppfleetx.deploy.server.responses import Answer, RowAnswer, TextLogprobs
+from ppfleetx.deploy.server.scheduler_messages import NewText
 from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
 

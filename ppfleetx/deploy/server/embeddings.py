@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
+from ppfleetx.deploy.server.answers import RequestEvents
 from ppfleetx.deploy.server.chat import ChatPrompt
 from ppfleetx.deploy.server.completions import Prompt, prompts_of
-from ppfleetx.deploy.server.messages import Embedded
 from ppfleetx.deploy.server.protocol import JsonResponse, NotSupported, Request
-from ppfleetx.deploy.server.responses import RequestEvents
+from ppfleetx.deploy.server.scheduler_messages import Embedded
 
 
 class EmbeddingRequest(Request):

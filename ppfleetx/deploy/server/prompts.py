@@ -13,9 +13,9 @@ from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
 from ppfleetx.deploy.server.embeddings import EmbeddingRequest, TokenizeRequest
-from ppfleetx.deploy.server.messages import PromptRequest
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, Request, bad_request
 from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.deploy.server.scheduler_messages import PromptRequest
 from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
 

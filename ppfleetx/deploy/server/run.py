@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.config.errors import ConfigError, UserError, naming
 from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
-from ppfleetx.utils.cli import EXIT_INTERRUPTED
+from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def build_service(
         CheckpointError: a LoRA adapter does not fit the model.
     """
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.messages import Metrics
+    from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
     from ppfleetx.generation.adapters import Adapters

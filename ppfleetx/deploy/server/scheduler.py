@@ -13,23 +13,23 @@ import paddle
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.messages import (
+from ppfleetx.deploy.server.metrics import Metrics
+from ppfleetx.deploy.server.protocol import ApiError
+from ppfleetx.deploy.server.scheduler_messages import (
     Embedded,
     Event,
     Failed,
-    Metrics,
     NewText,
     RunningSequence,
     Scored,
     Waiting,
     Work,
 )
-from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.adapters import Adapters
 from ppfleetx.generation.continuous_batching import ContinuousBatch
+from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.sampling import TokenScore, choose_tokens, embedding_of, score_prompt, score_tokens
-from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.generation.speculative_decoding import MOST_ROWS, best_draft_count
 from ppfleetx.utils.log import get_logger
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import paddle
 from paddle import _C_ops
 
-from ppfleetx.generation.cache import ROOM
+from ppfleetx.generation.kv_cache import ROOM
 from ppfleetx.nn.masks import penalty_of
 
 

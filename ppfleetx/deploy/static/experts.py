@@ -7,11 +7,11 @@ import paddle
 from paddle import _C_ops, nn
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.expert_exchange import ExpertExchange, RoundTrip
 from ppfleetx.nn.layers import GroupedLinear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.moe import MoE
 from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round_rows
+from ppfleetx.nn.token_dispatcher import ExpertExchange, RoundTrip
 
 
 class GroupedMatrix:

@@ -45,9 +45,9 @@ from ppfleetx.deploy.static.sampling import (
     next_width,
     nucleus_by_buckets,
 )
+from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.gumbel_sampling import draw
-from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
-from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.generation.logits_processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
 from ppfleetx.nn.cpu_ops.compiled import WIDTH
@@ -434,7 +434,7 @@ class GenerationProgram(nn.Layer):
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
         """Sample a token for each sequence from ``logits [b, V]`` with top-k and top-p, as
-        :func:`~ppfleetx.generation.processors.candidates` and ``draw`` do outside of programs."""
+        :func:`~ppfleetx.generation.logits_processors.candidates` and ``draw`` do outside of programs."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))

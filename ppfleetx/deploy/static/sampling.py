@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import paddle
 
-from ppfleetx.generation.processors import last_kept, nucleus
+from ppfleetx.generation.logits_processors import last_kept, nucleus
 from ppfleetx.generation.speculative_decoding import LENGTHS
 
 _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
@@ -61,7 +61,7 @@ _BUCKETS = 1 << 13
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
     """Apply top-p to ``probabilities [b, V]`` without sorting all of them. ``top_p`` is ``[1]``. The result
-    is that of :func:`~ppfleetx.generation.processors.nucleus`."""
+    is that of :func:`~ppfleetx.generation.logits_processors.nucleus`."""
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")

@@ -11,12 +11,12 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import read_yaml, shown_path
 from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
-from ppfleetx.dialects.megatron import network_rules, run_rules
+from ppfleetx.dialects.megatron import network_rules, training_rules
 from ppfleetx.dialects.megatron.expert_rules import experts
-from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
+from ppfleetx.dialects.megatron.parallel_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
-from ppfleetx.dialects.user_values import (
+from ppfleetx.dialects.user_options import (
     Given,
     given_arguments,
     given_in,
@@ -46,15 +46,15 @@ def rules(world_size: int | None) -> list[Rule]:
         experts,
         network_rules.vocabulary,
         network_rules.data,
-        run_rules.batches,
-        run_rules.lengths,
-        run_rules.device,
-        run_rules.precision,
-        run_rules.optimizer,
-        run_rules.schedule,
-        run_rules.checkpoints,
-        run_rules.profiler,
-        run_rules.logs_rule("megatron_log", interval=100),
+        training_rules.batches,
+        training_rules.lengths,
+        training_rules.device,
+        training_rules.precision,
+        training_rules.optimizer,
+        training_rules.schedule,
+        training_rules.checkpoints,
+        training_rules.profiler,
+        training_rules.logs_rule("megatron_log", interval=100),
         plan_rule(world_size),
         recomputation,
     ]

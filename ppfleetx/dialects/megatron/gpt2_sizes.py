@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.tree import is_index
-from ppfleetx.dialects.user_values import normal_name
+from ppfleetx.dialects.user_options import normal_name
 
 PROCESSES = 8
 DEFAULT_SIZE, DEFAULT_STEPS = "345M", 500_000

@@ -1,5 +1,5 @@
 """Rules that translate Megatron arguments which depend on each other: the network, its vocabulary and its
-data. The rules for training are in :mod:`ppfleetx.dialects.megatron.run_rules`."""
+data. The rules for training are in :mod:`ppfleetx.dialects.megatron.training_rules`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.dialects.user_values import Given, weighted_corpora
+from ppfleetx.dialects.user_options import Given, weighted_corpora
 
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
-from ppfleetx.dialects.mindformers.arguments import FLAGS, RUN_MODES, read_command_line
+from ppfleetx.dialects.mindformers.command_line import FLAGS, RUN_MODES, read_command_line
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Translation, translate
-from ppfleetx.dialects.user_values import given_in, without_launcher
-from ppfleetx.utils.devices import CPU, GPU, NPU, device_for_recipe, expected_device
+from ppfleetx.dialects.user_options import given_in, without_launcher
+from ppfleetx.utils.device_support import CPU, GPU, NPU, device_for_recipe, expected_device
 
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
 _TYPES = ("float32", "float16", "bfloat16")

@@ -15,7 +15,7 @@ from ppfleetx.config.reading.parse import shown_path
 from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
-from ppfleetx.dialects.user_values import (
+from ppfleetx.dialects.user_options import (
     Given,
     given_arguments,
     given_in_file,
@@ -23,7 +23,7 @@ from ppfleetx.dialects.user_values import (
     without_launcher,
     world_of,
 )
-from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, device_for_recipe, expected_device
+from ppfleetx.utils.device_support import CPU, GPU, NPU, XPU, device_for_recipe, expected_device
 
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
 _DATA = ("data_parallel_size", "data_parallel_degree")

@@ -14,8 +14,8 @@ from paddle import nn
 from ppfleetx.config.registry import load_target
 from ppfleetx.models.gpt.spec import BlockSpec, EmbeddingSpec, HeadSpec
 from ppfleetx.nn.attention import KeyValueCache
+from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget, DeferredLogits
-from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.layer_spec import NormSpec
 from ppfleetx.nn.positions import Positions, Rotary
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear

@@ -14,6 +14,7 @@ from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.nn.activation_memory import Step, Tape
 from ppfleetx.nn.attention_spec import AttentionSpec, LatentAttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
@@ -22,7 +23,6 @@ from ppfleetx.nn.mlp_spec import MLPSpec, MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
 from ppfleetx.nn.param_spec_transforms import transformed
 from ppfleetx.nn.rope_scaling import score_factor
-from ppfleetx.nn.tape import Step, Tape
 from ppfleetx.utils.log import get_logger
 
 Shape = tuple[int, ...]
@@ -131,8 +131,8 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """Return the steps of a forward pass for the memory simulation (:mod:`ppfleetx.nn.tape`), each with
-        the tensors that it keeps for the backward pass."""
+        """Return the steps of a forward pass for the simulation of :mod:`ppfleetx.nn.activation_memory`, each
+        with the tensors that it keeps for the backward pass."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.new_gradient_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
@@ -245,8 +245,8 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return the step of the memory simulation (:mod:`ppfleetx.nn.tape`) that computes head and loss in
-        ``Model.loss_chunks`` chunks."""
+        """Return head and loss, computed in ``Model.loss_chunks`` chunks, as a step of the simulation of
+        :mod:`ppfleetx.nn.activation_memory`."""
         # The gradients of head and loss are computed in the forward pass.
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes

@@ -12,8 +12,8 @@ from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import on_card
 from ppfleetx.models.gpt.layers import Block, ClassificationHead, Embedding, FinalNorm, Head, TiedHead
 from ppfleetx.models.gpt.spec import BlockSpec, HeadSpec, model_spec, score_spec
+from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.attention_spec import AttentionSpec
-from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.lora import with_adapters
 from ppfleetx.nn.positions import Positions, Rotary
 from ppfleetx.nn.rope import RotaryEmbedding

@@ -6,11 +6,11 @@ import argparse
 from concurrent.futures import ThreadPoolExecutor
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 from ppfleetx.utils.process_env import import_paddle
 
 LIBRARIES = {
-    "operators for decoding": "kernels",
+    "operators for decoding": "ops",
     "operators for quantized models": "quantized",
     "operator for whole blocks": "fused_blocks",
     "operators for training in bfloat16": "bfloat16",

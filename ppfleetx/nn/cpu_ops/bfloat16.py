@@ -13,7 +13,7 @@ from paddle import _C_ops
 from ppfleetx.distributed.device import on_card
 from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED
-from ppfleetx.utils.devices import cpu_obstacle
+from ppfleetx.utils.device_support import cpu_obstacle
 
 are_available = partial(ops.load, "bfloat16")
 _entered = False

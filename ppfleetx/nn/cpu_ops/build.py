@@ -19,7 +19,7 @@ import paddle
 from ppfleetx.config.errors import UserError
 from ppfleetx.nn.cpu_ops.compiled import OPTIONS, SOURCES, library_path
 from ppfleetx.nn.cpu_ops.ops import load
-from ppfleetx.utils.devices import cpu_obstacle
+from ppfleetx.utils.device_support import cpu_obstacle
 
 _MINUTES = 10
 _ONEDNN = "libdnnl.so.3"

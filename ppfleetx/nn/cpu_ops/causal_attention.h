@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "numbers.h"
+#include "vector_math.h"
 #include "onednn.h"
 
 namespace causal_attention {
 
-using numbers::Vector;
+using vector_math::Vector;
 
 struct Sizes {
   int64_t positions, width, value_width;  // of a head
@@ -62,7 +62,7 @@ inline void Forward(const Sizes& sizes, const float* q, const float* k, const fl
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t first = sizes.Start(begin + i), count = begin + i + 1 - first;
       float* row = &scores[i * end];
-      logarithms[begin + i] = numbers::Softmax(row + first, count, sizes.scale);
+      logarithms[begin + i] = vector_math::Softmax(row + first, count, sizes.scale);
       std::fill_n(row, first, 0.0f);
       std::fill(row + first + count, row + end, 0.0f);
     }
@@ -83,7 +83,7 @@ inline void Backward(const Sizes& sizes, const float* q, const float* k, const f
   Floats rounded(value_width), mean(positions);  // mean: of the weights' gradients
   for (int64_t i = 0; i < positions; ++i) {
     for (int64_t j = 0; j < value_width; ++j) rounded[j] = onednn::FloatOf(low[i * value_width + j]);
-    mean[i] = numbers::Dot(out + i * value_width, rounded.data(), value_width);
+    mean[i] = vector_math::Dot(out + i * value_width, rounded.data(), value_width);
   }
   Floats scores(positions * block), gradients(scores.size()), product(positions * std::max(width, value_width));
   Bits weights(scores.size()), of_scores(scores.size());
@@ -99,7 +99,7 @@ inline void Backward(const Sizes& sizes, const float* q, const float* k, const f
       const float logarithm = logarithms[begin + i], average = mean[begin + i];
       const int64_t first = std::clamp<int64_t>(sizes.Start(begin + i) - begin, 0, keys);
       const int64_t last = std::min(i + 1, keys);
-      numbers::Map(row, keys, row, [&](Vector x) { return numbers::Exp(x * sizes.scale - logarithm); });
+      vector_math::Map(row, keys, row, [&](Vector x) { return vector_math::Exp(x * sizes.scale - logarithm); });
       std::fill_n(row, first, 0.0f);
       std::fill(row + last, row + keys, 0.0f);
       for (int64_t j = 0; j < keys; ++j) gradient[j] = row[j] * (gradient[j] - average) * sizes.scale;

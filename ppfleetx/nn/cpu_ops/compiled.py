@@ -7,7 +7,7 @@ import platform
 from importlib.util import find_spec
 from pathlib import Path
 
-from ppfleetx.utils.devices import cpu_obstacle
+from ppfleetx.utils.device_support import cpu_obstacle
 from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 BUILT = Path(__file__).with_name("built")
@@ -22,10 +22,9 @@ OPTIONS = (
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
 )
 """Options for the compiler."""
-_NAMES = ("kernels", "quantized", "fused_blocks", "bfloat16")
+_NAMES = ("ops", "quantized", "fused_blocks", "bfloat16")
 SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
-"""Source file of each library. ``kernels`` has the operators of module ``ops``, each other library the
-operators of the module with its name."""
+"""Source file of each library, which has the operators of the module with its name."""
 
 
 def library_path(library: str) -> Path:

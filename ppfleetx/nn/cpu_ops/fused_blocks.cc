@@ -7,7 +7,7 @@
 
 #include "few_bits.h"
 #include "few_rows.h"
-#include "numbers.h"
+#include "vector_math.h"
 
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/ext/tensor_compat.h"
@@ -103,7 +103,7 @@ struct Norm {
   explicit operator bool() const { return weight != nullptr; }
   void operator()(const float* from, int64_t rows, float* to) const {
     for (int64_t row = 0; row < rows; ++row)
-      numbers::Normalize(from + row * size, size, weight, bias, epsilon, to + row * size);
+      vector_math::Normalize(from + row * size, size, weight, bias, epsilon, to + row * size);
   }
 };
 
@@ -179,13 +179,13 @@ void AttendHead(const Shape& shape, const Pass& pass, const Block& block, int64_
     for (int64_t h = 0; h < heads; ++h) {
       float* query = qkv + ((s * pass.batch + row) * shape.groups + group) * width + h * size;
       for (int64_t i = 0; i < size; ++i) query[i] *= scale;
-      numbers::Dots(query, keys, seen, size, scores.data());
+      vector_math::Dots(query, keys, seen, size, scores.data());
       if (penalty != nullptr)
         for (int64_t k = 0; k < seen; ++k) scores[k] += penalty[k];
-      numbers::Softmax(scores.data(), seen);
+      vector_math::Softmax(scores.data(), seen);
       float* to = context + ((s * pass.batch + row) * shape.groups + group) * heads * size + h * size;
       std::fill_n(to, size, 0.0f);
-      numbers::AddRows(scores.data(), seen, values, size, to);
+      vector_math::AddRows(scores.data(), seen, values, size, to);
     }
   }
 }
@@ -207,7 +207,7 @@ void Attend(const Shape& shape, const Pass& pass, const Block& block, float* qkv
 
 // What fc1 gives, `wide [rows][Wide]`, to what fc2 takes, in place for the most part.
 void Activate(const Shape& shape, float* wide, int64_t rows) {
-  using namespace numbers;
+  using namespace vector_math;
   const int64_t size = rows * shape.Wide();
   switch (shape.activation) {
     case kGeluTanh: return Map(wide, size, wide, GeluTanh);

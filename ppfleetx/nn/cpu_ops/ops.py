@@ -39,7 +39,7 @@ def load(library: str) -> bool:
     return True
 
 
-are_available = functools.partial(load, "kernels")
+are_available = functools.partial(load, "ops")
 """Returns whether the operators of this module can be called."""
 
 
@@ -81,7 +81,7 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
     """Apply top-p to ``probabilities [b, vocabulary]`` (float32 on CPU) with our C++ operator. ``top_p`` is
-    ``[1]`` float32. The result is that of :func:`ppfleetx.generation.processors.nucleus`."""
+    ``[1]`` float32. The result is that of :func:`ppfleetx.generation.logits_processors.nucleus`."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 _HERE = Path(__file__).resolve()
 sys.path.insert(0, str(_HERE.parents[3]))
 
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 
 
 def main() -> None:
     from ppfleetx.config.loader import load_tree
     from ppfleetx.dialects.mindformers.dialect import run_of
-    from ppfleetx.dialects.mindformers.launch import launch_of
+    from ppfleetx.dialects.mindformers.rank_table import launch_of
 
     launch = launch_of(sys.argv[1:], os.environ)
     translation = run_of(launch.program).translation

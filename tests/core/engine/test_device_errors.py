@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.core.engine import device_errors
 from ppfleetx.core.engine.callbacks.device_usage import offload_notes
 from ppfleetx.core.engine.device_errors import explained_device_errors

@@ -13,14 +13,14 @@ import pytest
 
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.engine.callbacks.records import LogWriters, keep_until
+from ppfleetx.core.engine.callbacks.metrics import LogWriters, keep_until
 from ppfleetx.core.engine.engine import Engine
-from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.core.engine.saving import Saver
+from ppfleetx.core.engine.train_state import TrainState
 from ppfleetx.core.loggers.files import CsvFile
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import Measured
-from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS, RESTING, SAVING
+from ppfleetx.resilience.progress import EVALUATING, PROGRESS, RESTING, SAVING
 from ppfleetx.resilience.stop_request import StopRequest
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.commands import evaluate, generate, training
+from ppfleetx.commands import evaluate, generate, train
 from ppfleetx.config.errors import OutOfMemoryError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.resilience import watchdog
-from ppfleetx.resilience.heartbeat import EVALUATING, PROGRESS
+from ppfleetx.resilience.progress import EVALUATING, PROGRESS
 from tests.e2e.program import NANO
 
 PROGRAMS: list[tuple[Any, str, Callable[..., Any], str]] = [
-    (training, "find_weights", lambda cfg, ctx: training.evaluate(cfg, ctx), "hang_evaluation"),
-    (training, "find_weights", lambda cfg, ctx: evaluate.evaluate(cfg, ctx, None), "hang_evaluation"),
+    (train, "find_weights", lambda cfg, ctx: train.evaluate(cfg, ctx), "hang_evaluation"),
+    (train, "find_weights", lambda cfg, ctx: evaluate.evaluate(cfg, ctx, None), "hang_evaluation"),
     (generate, "load_generator", lambda cfg, ctx: generate.generate(cfg, ctx, ["a"]), "hang_generation"),
 ]
 IDS = ["corpus", "text", "generation"]
@@ -75,9 +75,9 @@ def test_each_batch_of_the_test_set_is_progress_of_an_evaluation(monkeypatch) ->
         if len(seen) == 2:
             raise UserError("enough")
 
-    monkeypatch.setattr(training, "_loader", lambda *_: [[], []])
-    monkeypatch.setattr(training, "evaluator_of", lambda *_, **__: lambda: SimpleNamespace(add=add))
+    monkeypatch.setattr(train, "_loader", lambda *_: [[], []])
+    monkeypatch.setattr(train, "evaluator_of", lambda *_, **__: lambda: SimpleNamespace(add=add))
     PROGRESS.begin()
     with pytest.raises(UserError, match="enough"):
-        training._predict_test(load_config(NANO), ParallelContext.single(), None)
+        train._predict_test(load_config(NANO), ParallelContext.single(), None)
     assert [(place, since > 0) for place, since in seen] == [(EVALUATING, True)] * 2

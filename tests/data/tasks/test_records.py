@@ -8,8 +8,8 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
+from ppfleetx.data.dataloader import DataLoader, GlobalBatchSampler
 from ppfleetx.data.gpt_dataset import PADDING
-from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 from ppfleetx.data.tasks.finetuning import GlueDataset, PromptResponseDataset
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer

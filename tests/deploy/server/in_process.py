@@ -10,7 +10,7 @@ import httpx
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import find_template
 from ppfleetx.deploy.server.app import Service, create_app
-from ppfleetx.deploy.server.messages import Metrics
+from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.generation.generator import Generator

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, merge_lora, read_adapters
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
@@ -22,12 +22,12 @@ from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.adapters import Adapters
+from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.generator import Generator
-from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import InferenceFactory
+from ppfleetx.models.staged_model import StagedModel
+from ppfleetx.nn.layer_factory import InferenceFactory
 from ppfleetx.utils.bfloat16 import from_bfloat16, to_bfloat16
 from tests.deploy.server.browser import is_installed, started
 from tests.deploy.server.conftest import MODEL, Server, command

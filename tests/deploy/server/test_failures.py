@@ -11,13 +11,13 @@ import httpx
 import pytest
 
 from ppfleetx.config.loader import load_config
+from ppfleetx.deploy.server.answers import EventStream, RequestEvents
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.prompts import PromptReader
-from ppfleetx.deploy.server.responses import EventStream, RequestEvents
 from ppfleetx.deploy.server.run import _make_server
+from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.generator import Generator
-from ppfleetx.generation.session import NextTokenModel
 from tests.deploy.server.conftest import ENDLESS
 from tests.deploy.server.in_process import Use, serve
 
@@ -130,7 +130,7 @@ def test_a_second_signal_ends_at_the_next_step_what_the_first_let_go_on(in_serve
 
 
 def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppfleetx.deploy.server.responses._SEND_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("ppfleetx.deploy.server.answers._SEND_GRACE_SECONDS", 0.1)
 
     async def use(client: httpx.AsyncClient, service: Service) -> None:
         wanted = CompletionRequest(prompt="the cat", stream=True, **ENDLESS)

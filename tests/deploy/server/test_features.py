@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.deploy.server.tools import AnswerText
+from ppfleetx.deploy.server.tool_calls import AnswerText
 from ppfleetx.generation.generator import Generator
 from tests.deploy.server.conftest import ORIGIN, Server
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands import start_process
-from ppfleetx.commands.serving import Serve
+from ppfleetx.commands import initialize
+from ppfleetx.commands.deploy_verbs import Serve
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server import run
@@ -71,7 +71,7 @@ def test_a_users_mistake_is_found_before_paddle_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the process was started")
 
-    monkeypatch.setattr(start_process, "start_with", loaded)
+    monkeypatch.setattr(initialize, "start_with", loaded)
     options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}", "Serve.port=0"]
     kept = [one for one in options if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):

@@ -15,9 +15,9 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.deploy.static.experts import GroupedMatrix, grouped_matrices_of, grouped_product
 from ppfleetx.deploy.static.linear import begin, matrices_of
 from ppfleetx.models.gpt.stages import model_stages
-from ppfleetx.models.staged import StagedModel
+from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.quantized import with_quantized_weights
 from tests.compress.runs import DEEPSEEK
 from tests.deploy.exports import GPT2_STYLE, LLAMA_STYLE

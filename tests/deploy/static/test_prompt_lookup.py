@@ -8,7 +8,7 @@ from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
 from ppfleetx.deploy.static.sampling import FEWEST_ALIKE, drafts_after, last_occurrence, nucleus_by_buckets
 from ppfleetx.generation import speculative_decoding
-from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.generation.decoding_session import NextTokenModel
 from tests.deploy.exports import GPT2_STYLE, Exported
 from tests.models.gpt_builders import build
 

@@ -8,8 +8,8 @@ import numpy as np
 import paddle
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.nn.attention_kernels import KernelOptions, attend, reference_attention
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
-from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
 from tests.device.cases.numbers import apart, number, on, rounded
 
 BATCH, LENGTH = 2, 96

@@ -12,7 +12,7 @@ from tests.device.cases.training import program
 from tests.device.reference import Device
 
 MOMENTS = {
-    "start": "ppfleetx.commands.training:build_runner",
+    "start": "ppfleetx.commands.train:build_runner",
     "forward": "ppfleetx.parallel.step:StepRunner._passes",
     "backward": "paddle:Tensor.backward",
     "optimizer": "ppfleetx.optims.optimizer:Optimizer.step",

@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 
 from ppfleetx.config.registries import ACTIVATIONS, NORMS
 from ppfleetx.distributed.device import allow_tf32, has_kernels
-from ppfleetx.nn.kernels import KernelOptions, reference_attention
+from ppfleetx.nn.attention_kernels import KernelOptions, reference_attention
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.rope import RotaryEmbedding

@@ -186,9 +186,11 @@ CHANGES: dict[str, Callable[[Reached], Any]] = {
         "ppfleetx.parallel.grad_sync:GradientSync.finish_values", _nothing
     ),
     "a copy to the host is read at once": _instead(
-        "ppfleetx.distributed.transfer:recorded_event", _done_in("download")
+        "ppfleetx.distributed.host_device_copy:recorded_event", _done_in("download")
     ),
-    "the source of a copy is let go": _instead("ppfleetx.distributed.transfer:queue_copy", _forgets_source),
+    "the source of a copy is let go": _instead(
+        "ppfleetx.distributed.host_device_copy:queue_copy", _forgets_source
+    ),
     "offload does not wait for gradients": _instead("ppfleetx.optims.optimizer:copy_to_host", _not_blocking),
     "one group, two orders": _instead("ppfleetx.distributed.collectives:_packed", _other_order),
     "two groups, two orders": _instead("ppfleetx.parallel.grad_sync:GradientSync.reduce", _two_groups),

@@ -18,7 +18,7 @@ from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.hang_diagnosis import explain
 from ppfleetx.resilience.hang_report import Identity, read_reports
-from ppfleetx.resilience.heartbeat import PROGRESS
+from ppfleetx.resilience.progress import PROGRESS
 from tests.distributed.cpu.cases import start
 
 CASES = "tests.distributed.cpu.test_hangs:"

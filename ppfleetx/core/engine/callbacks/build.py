@@ -11,7 +11,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.registries import CALLBACKS, LOGGERS
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.records import LogWriters
+from ppfleetx.core.engine.callbacks.metrics import LogWriters
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import joint_errors
 

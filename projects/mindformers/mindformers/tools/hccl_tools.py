@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 
 
 def main() -> None:
@@ -17,7 +17,12 @@ def main() -> None:
     parser.add_argument("--server_ip", default="", help="address of this host, if it is not found")
     args = parser.parse_args()
     from ppfleetx.config.errors import ConfigError
-    from ppfleetx.dialects.mindformers.launch import device_range, table_of_host, this_host, write_rank_table
+    from ppfleetx.dialects.mindformers.rank_table import (
+        device_range,
+        table_of_host,
+        this_host,
+        write_rank_table,
+    )
 
     first, end = device_range(args.device_num)
     visible = (args.visible_devices or ",".join(map(str, range(end)))).split(",")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[5]))
 
-from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.exit_codes import run_tool
 
 
 def main() -> None:

@@ -1,0 +1,155 @@
+"""Check whether a run may start in its output directory, and find the checkpoints there.
+
+Does not import Paddle, so that errors are reported before Paddle is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from ppfleetx.checkpoint.housekeeping import describe_os_error
+from ppfleetx.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, parse_step_directory
+from ppfleetx.checkpoint.resolve_checkpoint import (
+    complete_checkpoints,
+    open_resolved,
+    resolve_checkpoint,
+    step_directories,
+)
+from ppfleetx.checkpoint.run_ownership import RUN_FILE, read_run, run_of
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.yaml_dump import RECORD_MARK
+from ppfleetx.utils.output_files import exclusive_lock
+
+_KEY = "Engine.save_load.output_dir"
+RESUME, CKPT_DIR, INIT_FROM = (f"Engine.save_load.{name}" for name in ("resume", "ckpt_dir", "init_from"))
+CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
+
+
+# ---- before anything is written
+
+
+def check_start(cfg: RunConfig) -> None:
+    """Raise ConfigError if a run must not start in its output directory, for example because another run has
+    left files there. Writes nothing."""
+    options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
+    if options.init_from is not None and options.ckpt_dir is not None:
+        raise cfg.error(
+            CKPT_DIR, "a run starts from weights (init_from) or resumes a checkpoint (ckpt_dir), not both"
+        )
+    try:
+        around = _checkpoint_around(output_dir)
+        found = run_traces(output_dir)
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be read: {describe_os_error(error)}") from error
+    if around is not None:
+        raise directory_error(
+            cfg,
+            f"is inside the checkpoint {around}. Checkpoints are deleted as a whole: give the run a "
+            "directory beside it",
+        )
+    if not found or options.resume or options.overwrite or _resumes_within(cfg):
+        return
+    if found == [CONFIG_FILE] and not is_record(output_dir / CONFIG_FILE):
+        raise directory_error(
+            cfg,
+            f"holds a {CONFIG_FILE} that no run wrote, and a run writes its own configuration under that "
+            "name. Rename yours, or give the run another directory",
+        )
+    raise directory_error(
+        cfg,
+        f"already holds a run ({', '.join(found)}). To continue it: -o Engine.save_load.resume=auto. To "
+        f"start anew: another directory with -o {_KEY}=DIR, or -o Engine.save_load.overwrite=True, which "
+        "deletes what that run wrote (except the checkpoint that this run starts from)",
+    )
+
+
+def _checkpoint_around(output_dir: Path) -> Path | None:
+    place = Path(os.path.realpath(output_dir))  # unlike resolve(), this accepts circular links
+    around = (place, *place.parents)
+    return next((p for p in around if (p / MARKER_FILE).is_file() and (p / MANIFEST_FILE).is_file()), None)
+
+
+def output_dir_of(cfg: RunConfig) -> Path:
+    return Path(cfg.Engine.save_load.output_dir)
+
+
+def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
+    return cfg.error(_KEY, rule)
+
+
+def run_traces(output_dir: Path) -> list[str]:
+    """List a run's files in ``output_dir`` for an error message: ``["2 checkpoints, ...",
+    "metrics.jsonl"]``."""
+    found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
+    files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
+    if not found:
+        return files
+    if len(found) == 1:
+        return [f"checkpoint {found[0].name}", *files]
+    return [f"{len(found)} checkpoints, {found[0].name} to {found[-1].name}", *files]
+
+
+def is_record(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(RECORD_MARK)) == RECORD_MARK.encode()
+    except FileNotFoundError:
+        return False
+
+
+def _resumes_within(cfg: RunConfig) -> bool:
+    place = cfg.Engine.save_load.ckpt_dir
+    path = None if place is None else resolve_checkpoint(place)
+    if path is None or not lies_in(path, output_dir_of(cfg)):
+        return False
+    record = read_run(output_dir_of(cfg))
+    return record is None or record.includes(open_resolved(path))
+
+
+def lies_in(checkpoint: Path, output_dir: Path) -> bool:
+    """Return whether the checkpoint is directly inside ``output_dir``. Symbolic links are resolved first."""
+    return checkpoint.resolve().parent == output_dir.resolve()
+
+
+def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
+    """Create the output directory, and lock it until ``stack`` is closed. Only rank 0 may call it. Raises
+    ConfigError if the directory cannot be used."""
+    check_start(cfg)
+    output_dir = output_dir_of(cfg)
+    busy = directory_error(cfg, "another run is training in this directory")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
+    check_start(cfg)  # another run may have ended here in the meantime
+
+
+# ---- the start of a run
+
+
+def base_of(cfg: RunConfig) -> Path | None:
+    """Return the checkpoint at ``Model.lora.base``, which has the frozen base weights of adapters; None if
+    the key is not set. If a run resumes and the key names the run's output directory, return the newest
+    checkpoint of another run there, if there is one. Raises CheckpointError if there is no checkpoint."""
+    place = None if cfg.Model.lora is None else cfg.Model.lora.base
+    if place is None:
+        return None
+    output_dir = output_dir_of(cfg)
+    record = read_run(output_dir) if cfg.Engine.save_load.resume else None
+    # Skip the run's own checkpoints, which have adapters.
+    if record is not None and Path(place).resolve() == output_dir.resolve():
+        others = [path for path in complete_checkpoints(output_dir) if _is_anothers(path, record.run)]
+        if others:
+            return others[-1]
+    return resolve_checkpoint(place)
+
+
+def _is_anothers(path: Path, run: str) -> bool:
+    try:
+        return run_of(path) != run
+    except CheckpointError:
+        return False

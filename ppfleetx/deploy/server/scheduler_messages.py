@@ -1,0 +1,172 @@
+"""Messages between the web application and the scheduler thread: requests (`Work`), events in reply, and the
+state of running sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.deploy.server.protocol import ApiError
+from ppfleetx.generation.decode_loop import FinishReason, Row
+from ppfleetx.generation.gumbel_sampling import RandomStream
+from ppfleetx.generation.sampling import RowChoice, TokenScore
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
+from ppfleetx.generation.speculative_decoding import look_up, next_width
+from ppfleetx.generation.text_io import RowText
+
+
+@dataclass(frozen=True)
+class NewText:
+    """Event: continuation ``index`` of the request has made progress, usually by one token. ``num_tokens`` is
+    0 if the request asked for no tokens. ``text`` is the new text, which may be empty."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    score: TokenScore | None = None
+    num_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Event: the log-probability of each token of a prompt. ``number`` is the index of the prompt in the
+    request."""
+
+    number: int
+    scores: Sequence[TokenScore]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Event: the embedding of a prompt, ``[h]`` float32, with L2 norm 1. ``number`` is the index of the
+    prompt in the request."""
+
+    number: int
+    vector: np.ndarray
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Event: the whole request has failed. The client gets ``error`` as the response."""
+
+    error: ApiError
+
+
+Event = NewText | Scored | Embedded | Failed
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One prompt of a request, with the options to run it.
+
+    Attributes:
+        number: index of the prompt in its request.
+        first_index: number of the prompt's first continuation among all continuations of the request.
+        copies: number of continuations to generate.
+        num_top: number of alternatives to list with each token's log-probability; None: no log-probabilities.
+        scores_prompt: whether to compute log-probabilities of the prompt's tokens.
+        is_embedded: whether to compute the prompt's embedding.
+        adapter: name of the LoRA adapter to use; None: the base model.
+    """
+
+    number: int
+    first_index: int
+    ids: Sequence[int]
+    copies: int
+    max_new_tokens: int
+    min_new_tokens: int
+    end_ids: tuple[int, ...]
+    options: SamplingParams
+    seed: int
+    stops: tuple[str, ...]
+    num_top: int | None = None
+    scores_prompt: bool = False
+    is_embedded: bool = False
+    adapter: str | None = None
+
+
+@dataclass(eq=False)
+class Work:
+    """A request in the scheduler, with a job for each prompt. ``deliver`` is called with each event, in the
+    thread of the event loop. A ``cancelled`` request ends before the next step."""
+
+    jobs: Sequence[PromptRequest]
+    deliver: Callable[[Event], None]
+    cancelled: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(job.copies for job in self.jobs)
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A prompt in the queue, until the batch has room for its sequences."""
+
+    work: Work
+    job: PromptRequest
+
+    @property
+    def copies(self) -> int:
+        return self.job.copies
+
+
+class RunningSequence:
+    """A sequence in the running batch: one continuation of a prompt, with its text, random numbers and draft
+    tokens. ``copy`` is its index among the continuations of the prompt."""
+
+    def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
+        job = one.job
+        self.work, self.job, self.drafts = one.work, job, []
+        self._width = 1
+        self._history = list(job.ids)
+        self._index = job.first_index + copy
+        self._row = Row(job.max_new_tokens)
+        self._pieces: list[str] = []
+        self._text = RowText(tokenizer, job.stops, job.ids, self._pieces.append)
+        self._stream = (
+            RandomStream(job.seed, job.number, copy, tokenizer.vocab_size)
+            if job.options.temperature > 0
+            else None
+        )
+
+    @property
+    def num_new(self) -> int:
+        return len(self._row.ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._row.finish_reason is not None
+
+    def choice(self) -> RowChoice:
+        numbers: np.ndarray | None = None if self._stream is None else self._stream.numbers(self.num_new)[0]
+        forbidden = self.job.end_ids if self.num_new < self.job.min_new_tokens else ()
+        return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
+
+    def take(self, token: int, score: TokenScore | None) -> NewText:
+        """Add a new token to the sequence. Returns the event for the client."""
+        self._history.append(token)
+        is_stopped = self._text.feed(token)
+        is_end = token in self.job.end_ids
+        if not self._row.add(token, is_last=is_end or is_stopped):
+            self._text.finish()
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return NewText(self._index, text, self._row.finish_reason, score)
+
+    def draft(self, most: int) -> int:
+        """Set :attr:`drafts` to at most ``most`` tokens that prompt lookup finds in the sequence's own text.
+        Returns how many it has found."""
+        left = self.job.max_new_tokens - self.num_new - 1
+        self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
+        return len(self.drafts)
+
+    def adapt_drafts(self, right: int, most: int) -> None:
+        """Discard the draft tokens after a pass that accepted ``right`` of them. Then adapt the number of
+        tokens to draft for the next pass, at most ``most``."""
+        if self.drafts:
+            self._width = next_width(self._width, right, most, right == len(self.drafts))
+        self.drafts = []

@@ -1,0 +1,257 @@
+"""Checks that all ranks use the same configuration, read the right data, hold equal copies of weights, and
+compute finite numbers. ``Engine.checks`` selects the checks:
+
+- ``cheap`` compares configurations at the start, batches at every step, and copies of weights at the start
+  and before each checkpoint.
+- ``full`` also checks at every step that copies of weights and of optimizer states are equal, and that no two
+  data-parallel replicas read the same sample, unless the data allow that. It searches activations and
+  gradients for numbers that are not finite.
+- ``off`` checks nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.coordination import gather
+
+if TYPE_CHECKING:
+    from paddle import Tensor, nn
+
+MAX_NAMED = 4
+"""The most names listed in an error message."""
+
+
+class CheckFailedError(UserError):
+    """The ranks of a job do not hold the configuration, data or weights that the plan assigns to them."""
+
+
+# -- configurations ---------------------------------------------------------------------------
+
+
+def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
+    """Check that ``values``, the configuration by dotted key, is the same on all ranks. All ranks must call
+    this. Raises CheckFailedError."""
+    texts = {key: repr(value) for key, value in values.items()}
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
+    digests = gather(ctx, digest)
+    if len(set(digests)) == 1:
+        return
+    other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+    everyone = gather(ctx, texts if ctx.rank in (0, other) else None)
+    zero, one = everyone[0], everyone[other]
+    keys = [key for key in sorted({*zero, *one}) if zero.get(key) != one.get(key)]
+    listed = ", ".join(f"{key} ({zero.get(key)} and {one.get(key)})" for key in keys[:MAX_NAMED])
+    raise CheckFailedError(f"ranks 0 and {other} run different configurations: {listed}")
+
+
+# -- batches ----------------------------------------------------------------------------------
+
+
+def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
+    """Return a 31-bit digest of the sample ids and tokens that a rank reads for one step."""
+    checksum = 0
+    for batch in micro_batches:
+        for name in ("sample_ids", "tokens"):
+            if name in batch:
+                checksum = zlib.crc32(np.ascontiguousarray(batch[name]), checksum)
+    return checksum >> 1
+
+
+def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
+    """Check that the ranks of one data-parallel replica read the same batch. ``digests`` has the
+    :func:`batch_digest` of each rank. With ``distinct``, different replicas must read different batches.
+    Raises CheckFailedError."""
+    first_of: dict[int, int] = {}
+    for rank, digest in enumerate(digests):
+        data_rank = ctx.plan.data_rank(rank)
+        reader = first_of.setdefault(data_rank, rank)
+        if digest != digests[reader]:
+            raise CheckFailedError(
+                f"ranks {reader} and {rank} belong to the same data rank {data_rank} "
+                "but read different batches"
+            )
+    readers: dict[int, int] = {}
+    for data_rank, rank in first_of.items():
+        other = readers.setdefault(digests[rank], rank)
+        if distinct and other != rank:
+            raise CheckFailedError(
+                f"ranks {other} and {rank} are data ranks {ctx.plan.data_rank(other)} and {data_rank} "
+                "but read the same batch"
+            )
+
+
+def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
+    """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this, each
+    with its sample ids; negative ids are ignored. Raises CheckFailedError."""
+    of_rank = gather(ctx, [int(i) for i in sample_ids])
+    seen: dict[int, int] = {}
+    for rank, ids in enumerate(of_rank):
+        for sample in ids:
+            other = seen.setdefault(sample, rank)
+            # Negative ids are padding.
+            if sample >= 0 and ctx.plan.data_rank(other) != ctx.plan.data_rank(rank):
+                raise CheckFailedError(
+                    f"ranks {other} and {rank} belong to different data ranks but both read sample {sample}"
+                )
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+Held = tuple[str, "Tensor", Any]
+"""(name of a tensor, the tensor, ``info`` of the parameter that the tensor is or belongs to)."""
+
+
+def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
+    """Check that the copies of each tensor on different ranks are bitwise equal. Copies have the same name
+    and the same offset in the whole tensor. All ranks must call this. Raises CheckFailedError."""
+    if ctx.world_size == 1:
+        return
+    # Ranks that hold copies may differ in dp, sharding, sep or mp, and for tied weights in the pipeline
+    # stage.
+    mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
+    seen: dict[str, tuple[int, str]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, held in enumerate(gather(ctx, mine)):
+        for place, checksum in held.items():
+            other, expected = seen.setdefault(place, (rank, checksum))
+            if checksum != expected:
+                differing.setdefault(place, (other, rank))
+    if differing:
+        named = [
+            f"{place.split(' [')[0]} on ranks {a} and {b}"
+            for place, (a, b) in list(differing.items())[:MAX_NAMED]
+        ]
+        raise CheckFailedError(
+            f"copies that must be equal are not, {len(differing)} of {len(seen)} tensors: {', '.join(named)}"
+        )
+
+
+def _checksum(tensor: Tensor) -> str:
+    """Return a checksum of the tensor's bytes."""
+    from ppfleetx.distributed.host_device_copy import read
+
+    in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
+    array = np.from_dlpack(tensor.detach()) if in_place else np.ascontiguousarray(read(tensor))
+    content = array.reshape(-1).view(np.uint8)
+    words = content[: content.size // 8 * 8].view(np.uint64)
+    rest = zlib.crc32(content[words.nbytes :])
+    # XOR and sum of the 64-bit words: a CRC of the whole tensor would take ten times as long.
+    return f"{np.bitwise_xor.reduce(words):x} {np.add.reduce(words):x} {rest:x}"
+
+
+# -- numbers that are not finite --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NonFinitePlace:
+    """Where a non-finite number (NaN or infinity) first appeared on a rank.
+
+    Attributes:
+        in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
+        index: number of the layer in the model.
+        parameter: for a gradient, the name of its parameter; for an output, the name of a non-finite
+            parameter of the layer, or "" if all are finite.
+        micro_batch: number of the micro batch in the step, from 0; None if unknown.
+    """
+
+    in_forward: bool
+    index: int
+    layer: str
+    parameter: str
+    micro_batch: int | None
+
+    def __str__(self) -> str:
+        if not self.in_forward:
+            return f"the gradient of {self.parameter}"
+        cause = f", whose parameter {self.parameter} is not finite" if self.parameter else ""
+        return f"the output of {self.layer}{cause}"
+
+
+class NonFiniteSearch:
+    """Context manager that searches for NaNs and infinities while a step runs, in each layer's output and
+    each parameter's gradient."""
+
+    def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
+        self._stages = list(stages)
+        self._hooks: list[Any] = []
+        self.forward: NonFinitePlace | None = None
+        self.backward: NonFinitePlace | None = None
+
+    def __enter__(self) -> Self:
+        self.forward = self.backward = None
+        passes: dict[Any, int] = {}
+        for index, layer in self._stages:
+            self._hooks.append(
+                layer.register_forward_post_hook(
+                    lambda layer, _, out, index=index: self._look_at_output(index, layer, out, passes)
+                )
+            )
+            for parameter in layer.parameters():
+                if not parameter.stop_gradient:
+                    self._hooks.append(
+                        parameter.register_hook(
+                            lambda grad, p=parameter, index=index: self._look_at_gradient(
+                                index, p, grad, passes
+                            )
+                        )
+                    )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def place(self) -> NonFinitePlace | None:
+        return self.forward or self.backward
+
+    def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
+        if not hasattr(out[0] if isinstance(out, tuple) else out, "detach"):
+            return  # lazily computed logits: nothing to check yet
+        number = passes[index] = passes.get(index, -1) + 1
+        if self.forward is None and not _is_finite(out[0] if isinstance(out, tuple) else out):
+            bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]
+            name = f"layer {index} ({type(layer).__name__})"
+            self.forward = NonFinitePlace(True, index, name, bad[0] if bad else "", number)
+
+    def _look_at_gradient(
+        self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
+    ) -> None:
+        """Search the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is
+        in ``parameter.main_grad``."""
+        grad = parameter.main_grad if grad is None else grad
+        name = parameter.info.name
+        number = passes[name] = passes.get(name, -1) + 1
+        if self.backward is None and not _is_finite(grad):
+            self.backward = NonFinitePlace(False, index, f"layer {index}", name, number)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    import paddle
+
+    with paddle.no_grad():
+        return bool(paddle.isfinite(tensor.detach().astype("float32")).all().item())
+
+
+def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
+    """Return (rank, place) of the first non-finite number in the job, or None if there is none. All ranks
+    must call this, each with the place that it found."""
+    everyone = gather(ctx, None if mine is None else asdict(mine))
+    found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
+    if not found:
+        return None
+    # The lowest layer with a non-finite output; if there is none, the highest with a non-finite gradient.
+    return min(found, key=lambda at: (not at[1].in_forward, at[1].index * (1 if at[1].in_forward else -1)))

@@ -1,0 +1,410 @@
+"""Layer factories: plain layers with whole parameters, or fleet's sliced layers under tensor parallelism. All
+effects of a parallel plan on layers are in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.mesh import Mesh
+from ppfleetx.config.parallel_plan import ParallelPlan
+from ppfleetx.config.registries import NORMS
+from ppfleetx.config.sections.compress import Form, QuantizationConfig
+from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.distributed.collectives import gather_rows, sum_gradient, sum_of_ranks
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.context_parallel import AttentionStrategy, Ulysses
+from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
+from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.layer_spec import (
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Specs,
+    TableSpec,
+)
+from ppfleetx.nn.layers import (
+    Dropout,
+    GroupedLinear,
+    Linear,
+    NoDropout,
+    SlicedDropout,
+    VocabParallelEmbedding,
+)
+from ppfleetx.nn.lora import LoraBranch
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
+from ppfleetx.nn.matmul import Exchange, Matmul
+from ppfleetx.nn.mlp_spec import GroupedLinearSpec
+from ppfleetx.nn.norm import PerHeadNorm, RMSNorm, SlicedRMSNorm
+from ppfleetx.nn.panel_matmul import InferenceLinear
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
+from ppfleetx.nn.param_spec_transforms import adapter, linear_kind, quantizer, quantizer_numbers
+from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
+from ppfleetx.nn.stage import declare
+from ppfleetx.nn.token_dispatcher import ExpertExchange
+from ppfleetx.nn.token_scores import token_scores
+
+# Zeros instead of Paddle's random values, which build_stage would replace.
+_ZEROS = nn.initializer.Constant(0.0)
+
+
+def _matrix_of(linear: nn.Layer) -> ParamSpec:
+    """Return the declaration of a linear's matrix ``[in, out]``, as it was before any quantization."""
+    is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
+    return linear.spec if is_quantized else linear.weight.spec
+
+
+def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
+    """Return the layer factory of a plan. If ``train`` is False, weights must not change after their first
+    use."""
+    if ctx.size_of("mp") > 1:
+        factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
+    else:
+        factory = LocalFactory() if train else InferenceFactory()
+    if ctx.size_of("sep") > 1:
+        factory.attention = Ulysses(ctx.group_of("sep"))
+    factory.mesh, factory.rank = ctx.mesh, ctx.rank
+    factory.experts = _expert_exchange(ctx)
+    factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
+    return factory
+
+
+def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
+    """Return the expert exchange of this plan. The groups ``ep`` and ``emp`` exist only in a model with
+    experts."""
+    alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
+    return ExpertExchange(
+        ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")
+    )
+
+
+class LocalFactory:
+    """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model without tensor parallelism.
+
+    Attributes:
+        mesh, rank: the device mesh and this rank, which determine the slices of parameters.
+    """
+
+    keeps_weights = sequence_parallel = False
+    mesh, rank = Mesh(), 0
+    fused: FusedOps = NO_FUSED_OPS
+    group: Any = None
+    linear_cls: type[Linear] = Linear
+    hidden_same_on: tuple[str, ...] = SAME_ON_MP
+
+    def __init__(self) -> None:
+        self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), ExpertExchange()
+
+    def local_count(self, count: int, what: str) -> int:
+        return count
+
+    def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
+        declare(parameter, spec, self.mesh, self.rank)
+
+    def _declared(self, layer: nn.Layer, specs: Specs) -> nn.Layer:
+        for name, spec in specs.items():
+            self.declare(getattr(layer, name), spec)
+        return layer
+
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        layer = self.linear_cls(spec.in_features, spec.out_features, bias=spec.bias)
+        return self._finished(layer, spec)
+
+    def _finished(self, layer: nn.Layer, spec: LinearSpec) -> nn.Layer:
+        specs = self._parameters(spec)
+        layer.linear, layer.kind = self.matmul.linear, linear_kind(specs["weight"])
+        return self._declared(layer, specs)
+
+    def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
+        specs = self._parameters(spec)
+        shapes = {name: placed(one, self.mesh, self.rank).local_shape for name, one in specs.items()}
+        layer = GroupedLinear(shapes["weight"], shapes.get("bias"), self.matmul)
+        layer.kind = linear_kind(specs["weight"])
+        return self._declared(layer, specs)
+
+    def _parameters(self, spec: LayerSpec) -> Specs:
+        return spec.parameters(sequence_parallel=self.sequence_parallel)
+
+    def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
+        keeps = self.keeps_weights or linear.weight.stop_gradient
+        return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
+
+    def _declared_quantizer(self, fake: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
+        matrix, split = linear.weight.spec, self.sequence_parallel
+        return self._declared(fake, quantizer(matrix, quantizer_numbers(fake.cfg), sequence_parallel=split))
+
+    def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
+        return self._adapter(linear, cfg, self.dropout(cfg.dropout))
+
+    def _adapter(
+        self,
+        linear: nn.Layer,
+        cfg: LoraConfig,
+        dropout: nn.Layer,
+        join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
+    ) -> LoraBranch:
+        specs = adapter(_matrix_of(linear), cfg.rank, sequence_parallel=self.sequence_parallel)
+        a, b = (placed(specs[name], self.mesh, self.rank).local_shape for name in "ab")
+        branch = LoraBranch(a, b, scale=cfg.scale, dropout=dropout, join=join, matmul=self.matmul)
+        return self._declared(branch, specs)
+
+    def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
+        made = QuantizedGroupedLinear if isinstance(linear, GroupedLinear) else QuantizedLinear
+        return made(linear, form, declare=self.declare)
+
+    def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
+        return QuantizedEmbedding(embedding, form, declare=self.declare)
+
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        layer = nn.Embedding(spec.rows, spec.width, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
+        return self._declared(layer, spec.parameters())
+
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        """Make a norm over the last dimension.
+
+        Raises:
+            ConfigError: the norm is not registered, or its parameters differ from its registration.
+        """
+        size, traits, specs = spec.head_size or spec.size, NORMS.traits(spec.kind), self._parameters(spec)
+        layer = NORMS.make(spec.kind, size, spec.epsilon, gives=nn.Layer)
+        if isinstance(layer, RMSNorm):
+            layer.fused = self.fused
+        parameters, declared = dict(layer.named_parameters()), traits.parameters
+        if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:
+            raise ConfigError(
+                f"has the parameters {', '.join(parameters) or 'none'}, and was registered with "
+                f"{', '.join(declared) or 'none'}; a norm has weight, bias, both or neither",
+                key="Model.normalization",
+                value=spec.kind,
+            )
+        if spec.head_size is not None:
+            (width,) = placed(specs["weight"], self.mesh, self.rank).local_shape
+            layer = PerHeadNorm(layer, width, zero_centered=traits.zero_centered)
+        return self._declared(layer, specs)
+
+    def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
+        return Dropout(probability)
+
+    def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return hidden
+
+    def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return hidden
+
+    def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return hidden
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        return self.matmul.transposed(self.enter_head(hidden), weight)
+
+    def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return self.attention.positions(ids)
+
+    def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in self._position_groups():
+            values = sum_of_ranks(values, group)
+        return values
+
+    @paddle.no_grad()
+    def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in reversed(self._position_groups()):
+            values = gather_rows(values, values.shape[0], group)
+        return values
+
+    def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in self._position_groups():
+            values = values.split(group.nranks, axis=0)[group.rank]
+        return values
+
+    def _position_groups(self) -> list[Any]:
+        """Return the process groups whose ranks hold different positions of the same sequences."""
+        return [] if self.attention.group is None else [self.attention.group]
+
+    def token_loss(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
+    ) -> LossOutput:
+        labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
+        return token_loss(logits, labels, loss_mask, true_vocab, self.group)
+
+    def token_scores(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        labels, mask = self.local_positions(labels), self.local_positions(mask)
+        return token_scores(logits, labels, mask, true_vocab, self.group)
+
+
+class InferenceFactory(LocalFactory):
+    """The layer factory for evaluation and generation, where the model is not trained."""
+
+    linear_cls = InferenceLinear
+
+    def dropout(self, probability: float, *, inside_heads: bool = False) -> NoDropout:
+        return NoDropout()
+
+
+class TensorParallelFactory(LocalFactory):
+    """The factory of fleet's tensor-parallel layers (Shoeybi et al., 2019; sequence parallelism: Korthikanti
+    et al., 2022).
+
+    Attributes:
+        exchange: overlaps the communication of column-parallel layers with computation; None: no overlap.
+    """
+
+    exchange: Exchange | None = None
+
+    def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.hidden_same_on = () if sequence_parallel else SAME_ON_MP
+        self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
+
+    def local_count(self, count: int, what: str) -> int:
+        """Return how many of ``count`` equal parts are on this rank.
+
+        Raises:
+            ConfigError: the parts cannot be divided evenly.
+        """
+        if count % self.group.nranks:
+            raise ConfigError(
+                f"the {count} {what} do not divide by the tensor-parallel degree",
+                key="Distributed.mp_degree",
+                value=self.group.nranks,
+            )
+        return count // self.group.nranks
+
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        from paddle.distributed.fleet import meta_parallel
+        from paddle.distributed.fleet.utils import sequence_parallel_utils
+
+        if spec.cut == "whole":
+            return super().linear(spec)
+        prefix, options = {
+            "columns": ("Column", {"gather_output": False}),
+            "rows": ("Row", {"input_is_parallel": True}),
+        }[spec.cut]
+        cls = (
+            getattr(sequence_parallel_utils, f"{prefix}SequenceParallelLinear")
+            if self.sequence_parallel
+            else getattr(meta_parallel, f"{prefix}ParallelLinear")
+        )
+        layer = cls(
+            spec.in_features,
+            spec.out_features,
+            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
+            has_bias=spec.bias,
+            mp_group=self.group,
+            **options,
+        )
+        if spec.cut == "rows":
+            layer.mp_skip_c_identity = True  # skips a copy of the gradient
+        elif self.exchange is not None:
+            layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
+        elif not self.sequence_parallel:  # fleet uses c_identity, which plugins lack in bfloat16
+            layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
+        return self._finished(layer, spec)
+
+    def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
+        """Make a fake quantizer for ``linear``. Its maxima are taken over the ranks whose slices share a
+        scale."""
+        has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
+        per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
+        own_channels = per_channel and not has_sliced_input
+        fake = FakeQuantizer(
+            cfg,
+            over_weight=unreduced if own_channels else self._largest,
+            over_input=self._largest if has_sliced_input else unreduced,
+            follows=follows,
+            keeps=self.keeps_weights or linear.weight.stop_gradient,
+        )
+        return self._declared_quantizer(fake, linear)
+
+    def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
+        from paddle import distributed
+
+        distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX, group=self.group)
+        return maxima
+
+    def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
+        cut = _matrix_of(linear).placement("mp")
+        join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
+        return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
+
+    def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
+        """Make a quantized linear. With sliced input features, its product is a partial sum; with sliced
+        output features, the gradient of its input is a partial sum."""
+        if isinstance(linear, GroupedLinear):
+            return super().quantized_linear(linear, form)
+        made = partial(QuantizedLinear, linear, form, declare=self.declare)
+        cut = linear.weight.spec.placement("mp")
+        if cut == Shard(0):
+            return made(leave=self._sum_parts)
+        return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
+
+    def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
+        return QuantizedEmbedding(embedding, form, declare=self.declare, join=self._sum)
+
+    def _sum(self, low: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
+
+        return _mp_allreduce(low, group=self.group, skip_c_identity_dynamic=True)
+
+    def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import ReduceScatterOp
+
+        return ReduceScatterOp.apply(low) if self.sequence_parallel else self._sum(low)
+
+    def _for_sliced_output(self, low: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
+
+        # Both cases sum the gradient over the ranks, which hold different columns.
+        return AllGatherOp.apply(low) if self.sequence_parallel else sum_gradient(low, self.group)
+
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        if not spec.of_words:
+            return super().embedding(spec)
+        specs = spec.parameters()
+        shape = placed(specs["weight"], self.mesh, self.rank).local_shape
+        return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
+
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        if not spec.over_heads or spec.head_size is not None:
+            return super().norm(spec)
+        specs = self._parameters(spec)
+        (size,) = placed(specs["weight"], self.mesh, self.rank).local_shape
+        layer = SlicedRMSNorm(
+            size, spec.epsilon, total=spec.size, join=lambda sums: sum_gradient(self._sum(sums), self.group)
+        )
+        return self._declared(layer, specs)
+
+    def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
+        sliced = inside_heads or self.sequence_parallel
+        return SlicedDropout(probability) if sliced else Dropout(probability)
+
+    def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import ScatterOp
+
+        return ScatterOp.apply(hidden) if self.sequence_parallel else hidden
+
+    def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
+
+        # All ranks compute the same from the gathered tensor, so each takes its part of the gradient without
+        # a sum.
+        return GatherOp.apply(hidden) if self.sequence_parallel else hidden
+
+    def _position_groups(self) -> list[Any]:
+        return [*super()._position_groups(), *([self.group] if self.sequence_parallel else [])]
+
+    def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self._for_sliced_output(hidden)
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        if self.exchange is None:
+            return super().tied_logits(hidden, weight)
+        return self.matmul.column(hidden, weight, None, self.exchange, is_transposed=True)

@@ -1,0 +1,67 @@
+"""What is refused before Paddle is loaded, in words that can be read apart."""
+
+import pytest
+
+from ppfleetx.commands import initialize
+from ppfleetx.commands.initialize import start_with
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.loader import load_config
+from ppfleetx.utils import launcher_env
+from ppfleetx.utils.device_support import not_supported_reasons
+
+PRETRAIN = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
+ON_CPU = ["Global.device=cpu", "Engine.mix_precision.enable=False"]
+
+
+def test_several_refusals_stand_on_lines_of_their_own(monkeypatch) -> None:
+    cfg = load_config(PRETRAIN, ["Global.device=cpu", "Engine.mix_precision.enable=True"])
+    found = not_supported_reasons(cfg, "cpu")
+    monkeypatch.setattr(
+        initialize, "not_supported_reasons", lambda *_: [*found, "Model.other = 1: not built"]
+    )
+    with pytest.raises(ConfigError, match="is valid, but cannot run yet:\n") as caught:
+        start_with(cfg)
+    head, *reasons = str(caught.value).splitlines()
+    assert head.endswith(":")
+    assert [reason.split()[0] for reason in reasons] == ["Engine.mix_precision.enable", "Model.other"]
+
+
+def test_a_corpus_that_is_not_there_names_its_key_and_how_one_is_made(tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    for entry, words in ((tmp_path / "none", "no corpus at"), (tmp_path / "empty", "no corpus in")):
+        cfg = load_config(PRETRAIN, [*ON_CPU, f"Data.Train.dataset.input_dir={entry}"])
+        with pytest.raises(DataError, match=words) as caught:
+            start_with(cfg, reads=("Train",))
+        message = str(caught.value)
+        assert message.startswith("Data.Train.dataset.input_dir (-o override 3): ")
+        assert "ppfleetx prepare makes a corpus of text" in message
+        assert "-o Data.Train.dataset.input_dir=PREFIX" in message
+    with pytest.raises(DataError, match=r"Data.Train.dataset.input_dir \(.*\.yaml:\d+\): no corpus at"):
+        start_with(load_config(PRETRAIN, ON_CPU), reads=("Train",))
+
+
+def test_a_tokenizer_that_is_not_there_names_its_key_and_where_gpt2s_is(tmp_path) -> None:
+    recipe = "ppfleetx/configs/nlp/gpt/finetune_gpt_345M_single_card_sft.yaml"
+    cfg = load_config(recipe, [*ON_CPU, f"Data.tokenizer.dir={tmp_path / 'none'}"])
+    with pytest.raises(DataError, match=r"Data.tokenizer.dir \(-o override 3\): no tokenizer at") as caught:
+        start_with(cfg, reads=("Train",))
+    assert "https://huggingface.co/openai-community/gpt2" in str(caught.value)
+    assert "ppfleetx tokenizer" in str(caught.value)
+
+
+def test_without_data_the_key_is_named() -> None:
+    from ppfleetx.commands.train import evaluate, train
+    from ppfleetx.distributed.context import ParallelContext
+
+    for program, section in ((train, "Train"), (evaluate, "Eval")):
+        cfg = load_config("ppfleetx/configs/debug/gpt_nano.yaml", [f"Data.{section}=null"])
+        key = f"Data.{section}.dataset.input_dir"
+        with pytest.raises(ConfigError, match=f"^{key}: names no data, .* -o {key}=PREFIX$"):
+            program(cfg, ParallelContext.single())
+
+
+@pytest.mark.parametrize("value", ["eight", ""])
+def test_the_launchers_number_is_a_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", value)
+    with pytest.raises(ConfigError, match=r"PADDLE_TRAINERS_NUM.*is not a number"):
+        launcher_env.world_size()
