@@ -354,4 +354,4 @@ examples:
     price: float | None = option("price of a device-hour, for the cost", metavar="P")
     plugin: tuple[str, ...] = plugin_option()
 
-    program = "report:report"
+    program = "run_report:report"

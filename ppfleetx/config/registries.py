@@ -206,10 +206,10 @@ TOKENIZERS: Registry[Callable[..., Any], None] = Registry("a tokenizer", "Data.t
 _CALLBACKS = "ppfleetx.core.engine.callbacks"
 CALLBACKS.register("progress", f"{_CALLBACKS}.log_lines:TrainProgress.of")
 CALLBACKS.register("train_log", f"{_CALLBACKS}.log_lines:TrainLog.of", traits=CallbackTraits(ranks="loss"))
-CALLBACKS.register("metrics", f"{_CALLBACKS}.records:MetricsFile.of")
+CALLBACKS.register("metrics", f"{_CALLBACKS}.metrics:MetricsFile.of")
 CALLBACKS.register("memory", f"{_CALLBACKS}.device_usage:MemoryLog.of")
 CALLBACKS.register("forecast", f"{_CALLBACKS}.device_usage:Forecast.of")
-CALLBACKS.register("visual_dl", f"{_CALLBACKS}.records:LogWriters.visual_dl")
+CALLBACKS.register("visual_dl", f"{_CALLBACKS}.metrics:LogWriters.visual_dl")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
 CALLBACKS.register("predictions", "ppfleetx.core.module.classification:Predictions.of")
 # Log lines of other toolkits, for programs that read them.
@@ -227,7 +227,7 @@ CALLBACKS.register(
 
 _LOGGERS = "ppfleetx.core.loggers"
 LOGGERS.register(
-    "jsonl", f"{_CALLBACKS}.records:MetricsFile.of", traits=LoggerTraits(options=(), callback="metrics")
+    "jsonl", f"{_CALLBACKS}.metrics:MetricsFile.of", traits=LoggerTraits(options=(), callback="metrics")
 )
 LOGGERS.register(
     "tensorboard",
@@ -258,7 +258,7 @@ MODULES.register(
 MODULES.register("GPTGenerationModule", f"{_MODULES}.gpt:GPTModule", traits=ModuleTraits(for_generation=True))
 MODULES.register(
     "GPTFinetuneModule",
-    f"{_MODULES}.finetune:GPTFinetuneModule",
+    f"{_MODULES}.classification:GPTFinetuneModule",
     traits=ModuleTraits(
         continues_text=False,
         classifies=True,

@@ -83,7 +83,7 @@ CHECKS: tuple[Check, ...] = (
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
     Check("network", "network", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
-    Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
+    Check("losses", "golden_losses", "losses", "losses", Need.PADDLE, Each.CARD),
     Check("card", "card", "driver", "driver", Need.CARD, seconds=30.0),
     Check("card", "card", "card", "card", Need.CARD, Each.RANK),
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
