@@ -3,6 +3,7 @@ through Hugging Face's format."""
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, derive
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import LLAMA3, RopeScalingConfig
 from ppfleetx.config.validate import section_of
@@ -24,10 +26,11 @@ from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.generation_config import generation_defaults
+from ppfleetx.conversion.huggingface.rope import DEFAULT_BASE
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.json_files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.nn.rope_scaling import inverse_frequencies
+from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies, longrope_attention_factor
 from ppfleetx.utils.input_files import first_bytes, opened
 from ppfleetx.utils.installed import NotInstalledError
 
@@ -36,7 +39,9 @@ QUANTIZED = ("q8_0", "q4_0", "q4_1")
 """The quantized element types we can write. We can read every type that the ``gguf`` library can."""
 _MAGIC = b"GGUF"
 _BLOCK = 32  # weights per quantization scale
-_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3_FACTORS = "rope_freqs.weight"
+_LONGROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+_ROPE_FACTORS = (_LLAMA3_FACTORS, *_LONGROPE_FACTORS.values())
 _FLOATS = ("F32", "F16", "BF16")
 _SUFFIXES = (".weight", ".bias")
 
@@ -54,6 +59,10 @@ class Architecture:
         fixed: keys of ``config.json`` that have the same value for all files of this architecture.
         biases: key of ``config.json`` -> the tensor whose presence makes the key true.
         rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
+        rotates_pairs: llama.cpp rotates adjacent features of a head, and transformers its two halves.
+        shifts_norms: llama.cpp stores the factors of norms, and transformers the factors less 1.
+        scale_layers: a number of layers with which llama.cpp scales the scores by the hidden size per head
+            instead of the size of a head, as in Gemma of 27 billion parameters.
     """
 
     name: str
@@ -62,6 +71,9 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     rotary_part: str | None = None
+    rotates_pairs: bool = False
+    shifts_norms: bool = False
+    scale_layers: int | None = None
 
 
 _SIZES = {
@@ -71,19 +83,78 @@ _SIZES = {
     "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length",
 }
-_LLAMA = {
+_LLAMA_WITHOUT_RMS = {
     **_SIZES,
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_LLAMA = _LLAMA_WITHOUT_RMS | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_QUERY_BIAS, _UP_BIAS = "blk.0.attn_q.bias", "blk.0.ffn_up.bias"
+_LLAMA_BIASES = {"attention_bias": _QUERY_BIAS, "mlp_bias": _UP_BIAS}
+_SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _ARCHITECTURES = (
+    Architecture("llama", "llama", _LLAMA, biases=_LLAMA_BIASES, rotates_pairs=True),
+    Architecture("smollm3", "smollm3", _LLAMA, {"no_rope_layer_interval": 4}, rotates_pairs=True),
     Architecture(
-        "llama",
-        "llama",
-        _LLAMA,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+        "granite",
+        "granite",
+        _LLAMA
+        | {
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        biases=_LLAMA_BIASES,
+        rotates_pairs=True,
+    ),
+    Architecture("gemma", "gemma", _LLAMA, shifts_norms=True),
+    Architecture(
+        "gemma2",
+        "gemma2",
+        _LLAMA | _WINDOW | _SOFTCAPS,
+        {"sliding_window": 4096},
+        shifts_norms=True,
+        scale_layers=46,
+    ),
+    Architecture(
+        "gemma3",
+        "gemma3_text",
+        _LLAMA | _WINDOW | _SOFTCAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
+        {"rope_local_base_freq": 10000.0},
+        shifts_norms=True,
+        scale_layers=62,
+    ),
+    Architecture("phi3", "phi3", _LLAMA | _WINDOW, rotary_part="partial_rotary_factor"),
+    Architecture("olmo2", "olmo2", _LLAMA),
+    Architecture(
+        "starcoder2",
+        "starcoder2",
+        _LLAMA_WITHOUT_RMS | {"norm_epsilon": _LAYER_NORM},
+        {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
+        biases={"use_bias": _QUERY_BIAS},
+    ),
+    Architecture(
+        "stablelm",
+        "stablelm",
+        _LLAMA_WITHOUT_RMS
+        | {"layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": _QUERY_BIAS},
+        rotary_part="partial_rotary_factor",
+    ),
+    Architecture(
+        "command-r",
+        "cohere",
+        _LLAMA_WITHOUT_RMS | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
+        biases={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+    ),
+    Architecture(
+        "cohere2",
+        "cohere2",
+        _LLAMA_WITHOUT_RMS | _WINDOW | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
     ),
     Architecture("qwen2", "qwen2", _LLAMA, {"use_sliding_window": False}),
     Architecture("qwen3", "qwen3", _LLAMA, {"use_sliding_window": False, "attention_bias": False}),
@@ -144,10 +215,10 @@ def read_gguf(path: str | Path) -> Weights:
     installed."""
     path = Path(path)
     metadata, tensors = _opened(path)
-    factors = tensors.pop(_ROPE_FACTORS, None)
+    factors = {name: tensors.pop(name).read() for name in _ROPE_FACTORS if name in tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
-        config = _config(metadata, shapes, None if factors is None else factors.read())
+        config = _config(metadata, shapes, factors)
         keys = model_keys(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -254,13 +325,13 @@ def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
 
 
 def _config(
-    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """Build the ``config.json`` of the network in a GGUF file. Raises CheckpointError if it is not supported.
 
     Args:
         shapes: the shapes of the tensors, by llama.cpp's names.
-        factors: the divisors of the rotary frequencies, if the file has them.
+        factors: tensors of the file that hold divisors of the rotary frequencies.
     """
     name = metadata.get("general.architecture")
     row = _BY_NAME.get(name) if isinstance(name, str) else None
@@ -272,6 +343,9 @@ def _config(
         raise CheckpointError(
             "a mixture of experts is not read from GGUF; convert its Hugging Face directory"
         )
+    window = f"{name}.{_WINDOW['sliding_window']}"
+    if metadata.get(window) and not row.keys.keys() & _WINDOW:
+        raise CheckpointError(f"{window} {shown(metadata[window])}: {name} is read without a sliding window")
     if "token_embd.weight" not in shapes:
         raise CheckpointError("it lacks the tensor token_embd.weight")
     config = {
@@ -286,21 +360,29 @@ def _config(
             config[key] = _shortest(value)
         elif theirs in _SIZES.values() or theirs.endswith("epsilon"):
             raise CheckpointError(f"its metadata lack {name}.{theirs}")
+    if row.keys.keys() & _WINDOW:
+        config["sliding_window"] = config.get("sliding_window") or None
     config |= {key: tensor in shapes for key, tensor in row.biases.items()}
     config["tie_word_embeddings"] = "output.weight" not in shapes
     if "head_dim" in row.keys and "num_attention_heads" in config:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if row.scale_layers is not None and "num_attention_heads" in config:
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        is_scaled = config["num_hidden_layers"] == row.scale_layers
+        config["query_pre_attn_scalar"] = per_head if is_scaled else config.get("head_dim", per_head)
     _add_rope(config, metadata, row, factors)
     return config | _token_ids(metadata, config["vocab_size"])
 
 
 def _add_rope(
-    config: dict[str, Any], metadata: Metadata, row: Architecture, factors: np.ndarray | None
+    config: dict[str, Any], metadata: Metadata, row: Architecture, factors: Mapping[str, np.ndarray]
 ) -> None:
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
     if None in sizes:
         return  # GPT-2 has no rotary positions; the family reports missing keys
     head_dim = config.get("head_dim") or sizes[0] // sizes[1]
+    if "rope_theta" in row.keys:
+        config.setdefault("rope_theta", DEFAULT_BASE)
     turned = metadata.get(f"{row.name}.rope.dimension_count", head_dim)
     if row.rotary_part is not None:
         config[row.rotary_part] = turned / head_dim
@@ -322,8 +404,21 @@ def _add_rope(
             "rope_type": kind,
             **{key: _shortest(value) for key, value in given.items() if value is not None},
         }
-    if factors is not None and np.any(factors != 1):
-        config["rope_scaling"] = _llama3(factors, head_dim, config.get("rope_theta", 10000.0))
+    if all(name in factors for name in _LONGROPE_FACTORS.values()):
+        original = metadata.get(f"{said}original_context_length")
+        if original is None:
+            raise CheckpointError(f"its metadata lack {said}original_context_length")
+        config["original_max_position_embeddings"] = original
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            **{key: list(map(_shortest, factors[name].tolist())) for key, name in _LONGROPE_FACTORS.items()},
+        }
+        ratio = config["max_position_embeddings"] / original
+        attention = metadata.get(f"{said}attn_factor", 1.0)
+        if not math.isclose(attention, longrope_attention_factor(ratio, original), rel_tol=1e-6):
+            config["rope_scaling"]["attention_factor"] = _shortest(attention)
+    elif np.any(factors.get(_LLAMA3_FACTORS, 1) != 1):
+        config["rope_scaling"] = _llama3(factors[_LLAMA3_FACTORS], head_dim, config["rope_theta"])
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
@@ -332,7 +427,7 @@ def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
     section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
     if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
         raise CheckpointError(
-            f"{_ROPE_FACTORS} is not the scaling of Llama 3.1 to 3.3, the only one that is read"
+            f"{_LLAMA3_FACTORS} is not the scaling of Llama 3.1 to 3.3, the only one that is read"
         )
     return {"rope_type": "llama3", **scaling}
 
@@ -394,10 +489,11 @@ def _in_hf_layout(
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
     """Convert the tensor ``name`` to llama.cpp's layout if ``to_file``, else to Hugging Face's."""
-    kind = config["model_type"]
-    rest = array.shape[1:]
-    if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
-        # For these networks, llama.cpp rotates adjacent pairs, and transformers the two halves of a head.
+    kind, rest = config["model_type"], array.shape[1:]
+    row = _BY_TYPE[kind]
+    if row.shifts_norms and name.endswith("norm.weight"):
+        return array + 1 if to_file else array - 1
+    if row.rotates_pairs and (found := re.search(r"self_attn\.([qk])_proj", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = (2, -1) if to_file else (-1, 2)
         return array.reshape(heads, *halves, *rest).swapaxes(1, 2).reshape(array.shape)
@@ -443,6 +539,8 @@ def write_gguf(
             f"this network is a {config['model_type']}, which cannot be written as GGUF; supported: "
             f"{', '.join(_BY_TYPE)}"
         )
+    # The config.json that the weights came with may leave out keys with default values.
+    config = FAMILIES[config["model_type"]].config(config["model_type"], model, network(model)) | config
     names = _name_converter(config)
     theirs: dict[str, LazyTensor] = {}
     for rule in rules(config):
@@ -490,12 +588,13 @@ _FILE_TYPES = {
 
 
 def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[str, Any]) -> LazyTensor:
-    shape = rule.shapes[index]
-    return LazyTensor(
-        tensor.dtype,
-        shape[::-1] if _is_transposed(name, config) else shape,
-        lambda: _reshaped(rule.split(tensor.read(), index), name, config, to_file=True),
-    )
+    shape, dtype = rule.shapes[index], "F32" if len(rule.shapes[index]) == 1 else tensor.dtype
+
+    def read() -> np.ndarray:
+        part = cast(rule.split(tensor.read(), index), tensor.dtype, dtype)
+        return _reshaped(part, name, config, to_file=True)
+
+    return LazyTensor(dtype, shape[::-1] if _is_transposed(name, config) else shape, read)
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
@@ -533,21 +632,32 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
             "yarn_beta_slow": scaling.beta_slow if scaling.type == "yarn" else None,
         }
         made |= {f"{row.name}.rope.scaling.{key}": one for key, one in said.items() if one is not None}
+    elif scaling is not None and scaling.type == "longrope":
+        original = scaling.original_max_position_embeddings
+        made[f"{row.name}.rope.scaling.original_context_length"] = original
+        made[f"{row.name}.rope.scaling.attn_factor"] = attention_factor(scaling)
     return made
 
 
-def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add the frequency divisors of Llama 3's rotary scaling to ``tensors``, and return them. Returns None if
-    the network does not use this scaling."""
-    if model.rope_scaling is None or model.rope_scaling.type != "llama3":
-        return None
-    factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)
-    tensors[_ROPE_FACTORS] = LazyTensor("F32", factors.shape, lambda: factors)
-    return factors
+def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> dict[str, np.ndarray]:
+    """Add the divisors of the rotary frequencies to ``tensors``, and return them. There are none without
+    scaling, or if the metadata describe it."""
+    scaling, made = model.rope_scaling, {}
+    if scaling is not None and scaling.type == "llama3":
+        made = {_LLAMA3_FACTORS: _rope_factors(scaling, model.head_size, model.rotary_base)}
+    elif scaling is not None and scaling.type == "longrope":
+        lists = {name: getattr(scaling, key) for key, name in _LONGROPE_FACTORS.items()}
+        made = {name: np.array(factors, np.float32) for name, factors in lists.items()}
+    for name, factors in made.items():
+        tensors[name] = LazyTensor("F32", factors.shape, lambda factors=factors: factors)
+    return made
 
 
 def _check_same(
-    model: ModelConfig, metadata: Metadata, tensors: Mapping[str, LazyTensor], factors: np.ndarray | None
+    model: ModelConfig,
+    metadata: Metadata,
+    tensors: Mapping[str, LazyTensor],
+    factors: Mapping[str, np.ndarray],
 ) -> None:
     """Raise CheckpointError if reading the GGUF file back would give another network than ``model``."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}

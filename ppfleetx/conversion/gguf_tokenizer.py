@@ -49,18 +49,30 @@ def _gpt4_pattern(digits: str) -> str:
     )
 
 
+_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_GPT4O = (
+    _LETTERS % ("*", "+") + _SUFFIX + _LETTERS % ("+", "*") + _SUFFIX
+    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
+"""The regular expression with which GPT-4o and Phi-4-mini split text."""
+
+
 # A GGUF file has only the name of the regular expression that splits text into pieces.
 _CUTS = {
     "gpt-2": BYTE_LEVEL,
     "smollm": _DIGITS,
     "llama-bpe": _split(_gpt4_pattern("{1,3}")),
+    "dbrx": _split(_gpt4_pattern("{1,3}")),
     "qwen2": _split(_gpt4_pattern("")),
+    "gpt-4o": _split(_GPT4O),
 }
 """Pre-tokenizers: ``tokenizer.ggml.pre`` -> ``pre_tokenizer`` of a ``tokenizer.json``."""
 _OTHER_NAMES = {
     **dict.fromkeys(("phi-2", "olmo", "mpt", "jais"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+    "smaug-bpe": "dbrx",
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
 }
 _WITH_BOS = ("llama-bpe", "llama")

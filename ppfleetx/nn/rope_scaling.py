@@ -35,12 +35,18 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.type == "longrope":
-        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
+        return longrope_attention_factor(scaling.factor, scaling.original_max_position_embeddings)
 
     # As in transformers, use the two numbers only if neither is 0.
     if scaling.mscale and scaling.mscale_all_dim:
         return _magnitude(scaling, scaling.mscale) / _magnitude(scaling, scaling.mscale_all_dim)
     return _magnitude(scaling, 1.0)
+
+
+def longrope_attention_factor(factor: float, original_length: int) -> float:
+    """Return the default factor of cos and sin for sequences ``factor`` times as long as
+    ``original_length``."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:

@@ -20,6 +20,7 @@ from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import described
 from ppfleetx.conversion.gguf import extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.safetensors_file import read_safetensors
@@ -53,6 +54,34 @@ NETWORKS = {
     "gpt2": {},
     "gpt_neox": NEOX | {"rotary_percent": 0.5, "parallel_residual": True},
 }
+_HF_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_GEMMA = _HF_SIZES | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 8}
+_LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.5]}
+_SCALES = {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 4.0}
+CONFIGS = {
+    "smollm3": _HF_SIZES,
+    "granite": _HF_SIZES | _SCALES | {"embedding_multiplier": 3.0, "attention_bias": True},
+    "gemma": _HF_SIZES | {"head_dim": 12},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": _GEMMA | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "phi3": _HF_SIZES | {"sliding_window": 9},
+    "phi3 with LongRoPE": _HF_SIZES
+    | {"sliding_window": None, "rope_scaling": _LONGROPE, "original_max_position_embeddings": 16},
+    "olmo2": _HF_SIZES,
+    "starcoder2": _HF_SIZES | {"sliding_window": None},
+    "stablelm": _HF_SIZES | {"use_qkv_bias": True, "use_parallel_residual": True},
+    "cohere": _HF_SIZES | {"logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": _HF_SIZES | {"logit_scale": 0.25, "sliding_window": 8, "head_dim": 8},
+}
+"""Settings of a ``config.json``, by ``model_type``."""
 
 
 def tokenizer_files() -> dict[str, str]:
@@ -70,25 +99,37 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(tmp_path / "tokenizer")
 
 
+def hf_config_of(name: str) -> dict[str, object]:
+    return {"model_type": name.split()[0], **CONFIGS[name]}
+
+
 def network(name: str, **changes: object) -> tuple[ModelConfig, dict[str, LazyTensor]]:
-    model = tiny_config(**NETWORKS[name] | SIZES | changes)
+    if name in CONFIGS:
+        model = ModelConfig(**model_keys(hf_config_of(name) | changes), vocab_size_divisible_unit=1)
+    else:
+        model = tiny_config(**NETWORKS[name] | SIZES | changes)
     rng = np.random.default_rng(0)
     arrays = {key: rng.standard_normal(shape, np.float32) for key, shape in parameter_shapes(model).items()}
     return model, {key: LazyTensor("F32", one.shape, lambda one=one: one) for key, one in arrays.items()}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *CONFIGS])
 def test_there_and_back(tmp_path, tokenizer, name):
     model, tensors = network(name)
-    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    source = {"config": hf_config_of(name)} if name in CONFIGS else None
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer, source=source)
     weights = read_gguf(tmp_path / "a.gguf")
     again = ModelConfig(**weights.model, vocab_size_divisible_unit=1)
     found = fitted(weights, again)
     assert found.keys() == tensors.keys()
     for key, one in found.items():
-        np.testing.assert_array_equal(one.read(), tensors[key].read(), err_msg=key)
+        # Gemma's norms are stored with 1 added.
+        np.testing.assert_allclose(one.read(), tensors[key].read(), 0, 5e-7, err_msg=key)
+    if name in CONFIGS:
+        assert again == model.model_copy(update={"initializer_range": again.initializer_range})
     assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["a.gguf"]
     config = weights.source["config"]  # of an export; programs beside transformers look for architectures
+    assert source is None or config["model_type"] == source["config"]["model_type"]
     assert config["architectures"] == [FAMILIES[config["model_type"]].architecture]
 
 
@@ -253,6 +294,7 @@ DAMAGES = {
     "has shape": said("llama.embedding_length", 64),
     "lack llama.embedding_length": said("llama.embedding_length", None),
     "lack llama.attention.layer_norm_rms_epsilon": said("llama.attention.layer_norm_rms_epsilon", None),
+    "is read without a sliding window": said("llama.attention.sliding_window", 8),
     "whole heads": said("llama.rope.dimension_count", 4),
     "tokenizer.ggml.model 't5', is not supported": said("tokenizer.ggml.model", "t5"),
     "splits text as 'tekken'": said("tokenizer.ggml.pre", "tekken"),
@@ -280,6 +322,8 @@ def test_what_is_refused(tmp_path, tokenizer, message):
         ("gpt_neox", {"hidden_act": "gelu_exact"}, "hidden_act = 'gelu_exact'"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "is not the scaling of Llama 3.1"),
         ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which cannot be written as GGUF"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "attention_multiplier = 0.25"),
+        ("starcoder2", {"sliding_window": 8}, "attention_window = 7"),
     ],
 )
 def test_networks_that_are_not_written(tmp_path, tokenizer, name, changes, message):

@@ -16,7 +16,7 @@ from tests.helpers.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, pathlib, signal, sys, time
-from ppfleetx.utils import cli, end_processes
+from ppfleetx.utils import exit_codes, end_processes
 
 directory, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 end_processes._LOOK_AT_PARENT_SECONDS = 0.1
@@ -34,7 +34,7 @@ def main():
     for _ in range(1200):
         time.sleep(0.05)
 
-cli.run_tool(main)
+exit_codes.run_tool(main)
 """
 
 

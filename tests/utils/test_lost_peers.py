@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, time
 from ppfleetx.config.errors import PeerEndedError
-from ppfleetx.utils import cli, lost_peers
+from ppfleetx.utils import exit_codes, lost_peers
 
 def main():
     how = sys.argv[1]
@@ -33,8 +33,8 @@ def main():
         lost_peers.report_lost("rank 1 is gone", lambda: print("goodbye", flush=True))
         time.sleep(60)
 
-cli._GRACE_SECONDS = 0.3
-cli.run_tool(main)
+exit_codes._GRACE_SECONDS = 0.3
+exit_codes.run_tool(main)
 """
 
 
