@@ -168,7 +168,7 @@ def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
-    """Create the process groups that the model's parameters need. All ranks must call it. Returns ``ctx``
+    """Create the process groups that the model's parameters need. All ranks must call this. Returns ``ctx``
     with these groups, and whether the model has experts."""
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:

@@ -76,7 +76,7 @@ class Sharding:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
         else:
             late += early
-        # Sent at the end of a step. Those of experts may be very many, so they are cut, too.
+        # Gradients sent at the end of a step. Experts can have many, so they are cut into buckets, too.
         pieces = cut(late, bucket_bytes or BUCKET_BYTES, self._bucket_key)
         self._late = [bucket for _, bucket in pieces]
 
@@ -196,10 +196,10 @@ class Sharding:
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
         """Run ``call``, which needs the gradients of a layer's weights. With ``can_wait``, run it at the end
         of the backward pass, otherwise immediately."""
-        # The gradients of the weights may be incomplete when that of the layer's input exists: Paddle may add
-        # to them later if a cast, for example, comes before the product. More than two such operators end the
-        # run with an error in stage 3, where only the first layer can wait: ranks must send the gradients of
-        # a layer before they fetch the values of the previous one.
+        # When the gradient of the layer's input exists, those of the weights may still be incomplete: Paddle
+        # may add to them later, for example if a cast comes before the product. In stage 3, only the first
+        # layer can wait, because ranks must send the gradients of a layer before they fetch the values of the
+        # previous layer. There, more than two such operators end the run with an error.
         if not can_wait:
             call()
         else:
