@@ -31,7 +31,7 @@ DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
 """The view for expert parameters: the ranks of a pipeline stage, in the same order, along other axes."""
 EXPERT_AXES = ("ep", "emp", "edp")
-"""The axes that only the experts have."""
+"""The axes that only the view for expert parameters has."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
 """The order in which gradients are summed over axes."""

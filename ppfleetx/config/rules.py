@@ -229,7 +229,7 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""The keys that are the cause, and an explanation."""
+"""The configuration keys that cause a problem, and an explanation."""
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:

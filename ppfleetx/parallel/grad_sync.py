@@ -162,8 +162,8 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of the ``parameters`` that training steps use at present. A gradient is zero if no
-    backward pass has produced it."""
+    """Return the gradients of the ``parameters`` that are in use (:func:`is_in_use`). A gradient is zero if
+    no backward pass has produced it."""
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 

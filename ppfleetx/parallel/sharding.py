@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 UNWAITED_MESSAGES = 2
-"""The most gradient messages of stages 2 and 3 in transit. Two messages to different owners use both
-directions of a link; more would hold gradients in memory that these stages are meant to free."""
+"""The largest number of gradient messages in transit in stages 2 and 3. Two messages to different owners use
+both directions of a link. More messages would hold gradients in memory that these stages are meant to
+free."""
 
 
 class Sharding:
@@ -41,7 +42,7 @@ class Sharding:
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
         ctx: this process's place in the job, with the process groups of the owners.
-        frozen: this rank's other parameters, which have owners, too.
+        frozen: this rank's frozen parameters. They have owners, too.
         bucket_bytes: approximate size of the gradient messages that overlap the backward pass; None: no
             overlap.
     """

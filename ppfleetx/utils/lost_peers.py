@@ -1,5 +1,5 @@
-"""How long a process waits for the others of its job at the start, and how it ends when one of them is
-gone."""
+"""How long a process waits for the other processes of its job at the start, and how it ends when one of them
+is gone."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """If ``error`` was caused by the end of another process of the job, return the error that says so;
-    otherwise, return None."""
+    """Return the error that says that another process of the job has ended, if this caused ``error``;
+    otherwise None."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one

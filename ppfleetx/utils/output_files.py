@@ -83,7 +83,7 @@ def why_not_writable(directory: Path) -> str | None:
 
 def refuse_unwritable(directory: Path, key: str) -> None:
     """Raise ConfigError if no files can be written to ``directory``, given by the option ``key``. Call this
-    before long work whose results go there."""
+    before a long computation whose results are written there."""
     rule = why_not_writable(directory)
     if rule is not None:
         raise ConfigError(rule, key=key, value=str(directory))

@@ -71,9 +71,9 @@ class QuantizationConfig(Section):
     activation_bits: Int = 8
     """Bits of activations."""
     quantizable_layer_type: tuple[Text, ...] = LINEAR_KINDS
-    """Kinds of layers to quantize, whatever the plan. Linear: all linears; ColumnParallelLinear: linears
-    whose outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: linears whose
-    inputs it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""
+    """Kinds of layers to quantize, under any plan. Linear: all linears. ColumnParallelLinear: linears whose
+    outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`). RowParallelLinear: linears whose inputs
+    it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""
     skip_tensor_map: dict[str, tuple[Literal["linear1", "linear2"], ...]] = Field(default_factory=dict)
     """Linears that are not quantized: `block_3: [linear2]` is the second linear of layer 3's MLP."""
     skip_layers: tuple[Text, ...] = ()
@@ -244,9 +244,9 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """Return how many of ``total`` heads, units or experts to remove if ``share`` of them is removed.
+    """Return the number of heads, units or experts to remove from ``total``, rounded down.
 
-    ``share`` is a number from 0 to 1. The result is rounded down.
+    ``share`` is the fraction to remove, from 0 to 1.
     """
     return int(total * share + 1e-9)
 

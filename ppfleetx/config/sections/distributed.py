@@ -47,7 +47,7 @@ class DistributedConfig(Section):
     """Data-parallel replicas; null: the world size divided by the other degrees (1 if the world size is
     unknown)."""
     mp_degree: Degree = 1
-    """Tensor-parallel ranks of one layer."""
+    """Number of tensor-parallel ranks."""
     pp_degree: Degree = 1
     """Pipeline stages."""
     pp_schedule: PipelineSchedule = "1f1b"
@@ -67,7 +67,7 @@ class DistributedConfig(Section):
     """With `sp_async_reduce_scatter`: keep only this rank's part of the input for the backward pass, and
     all-gather the whole input again while the gradient of the input is computed. Results do not change."""
     sep_degree: Degree = 1
-    """Ranks that split each sequence."""
+    """Number of ranks that split each sequence (context parallelism)."""
     ep_degree: Degree = 1
     """Expert-parallel ranks, which divide the experts of a layer (`Model.moe`) among them. Tokens are sent to
     their experts and back. These ranks are existing ranks of a pipeline stage, so the job needs no more

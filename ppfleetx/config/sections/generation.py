@@ -335,7 +335,8 @@ class OfflineEvalConfig(Section):
     cloze_eval: Bool = False
     """Accuracy of the last word of each text, instead of perplexity."""
     cloze_strict: Bool = True
-    """Cloze: all tokens of the last word must be the likeliest; false: only the last token must."""
+    """Cloze: an answer is right if every token of the last word is the most likely one; false: if the last
+    token is."""
     detokenizer: DetokenizerName | None = None
     """Perplexity: rules that remove the benchmark's spaces around punctuation (lambada and none change
     nothing); null: wikitext or ptb if the file's name contains `wiki` or `ptb`, else none."""

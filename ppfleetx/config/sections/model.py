@@ -270,7 +270,8 @@ class ModelConfig(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's activation has a gate (SwiGLU), which doubles the width of its first layer."""
+        """Whether the MLP's activation has a gate (SwiGLU), which doubles the width of the MLP's first
+        layer."""
         return ACTIVATIONS.traits(self.hidden_act).gated
 
     @property
@@ -324,8 +325,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """The section ``moe`` in a normalized form, which is equal for two models with the same network. None
-        if the model is dense."""
+        """A normalized copy of the section ``moe``; None if the model is dense. Two models with the same
+        network have equal copies."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property

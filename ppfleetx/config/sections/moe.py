@@ -70,11 +70,11 @@ class BalanceLossConfig(Section):
     """
 
     kind: Literal["sequence", "switch", "gshard", "pooled", "none"] = "sequence"
-    """`sequence`: f and P are computed for each sequence, so that the loss is the same under every plan and
-    micro batch size. The other kinds need f of the global batch, which is only known after the step; so they
-    use f of the previous step, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each
-    layer, from first choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean
-    over the layers (Hugging Face)."""
+    """`sequence`: f and P are computed for each sequence, so the loss is the same under every plan and micro
+    batch size. The other kinds need f over the global batch, which is known only after the step. They use f
+    of the previous step, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each layer,
+    from first choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean over
+    the layers (Hugging Face)."""
     weight: NonNegativeFloat = 0.01
     """Factor of the loss."""
 

@@ -154,7 +154,7 @@ class MuonConfig(Section):
     momentum: Fraction = 0.95
     """Decay of the momentum."""
     nesterov: Bool = True
-    """Orthogonalize (1 - momentum) g + momentum m; False: m."""
+    """Orthogonalize `(1 - momentum) * g + momentum * m`; False: orthogonalize `m`."""
     scale: MuonScale = "match_rms_adamw"
     """Factor of the update of a matrix [out, in]. `match_rms_adamw`: 0.2 sqrt(max(out, in)), so that learning
     rates for AdamW can be kept; `original`: sqrt(max(1, out / in)); `spectral`: sqrt(max(out, in));
