@@ -62,9 +62,14 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters of the network, in place of Paddle's ``set_state_dict``. Raises CheckpointError
-        if a parameter is missing or unknown, or has a wrong shape, and ConfigError if ``use_structured_name``
-        is False. Returns two empty lists, as Paddle's method does if no parameter is missing or unknown."""
+        """Set all parameters of the network, in place of Paddle's ``set_state_dict``.
+
+        Returns two empty lists, as Paddle's method does if no parameter is missing or unknown.
+
+        Raises:
+            CheckpointError: a parameter is missing or unknown, or has a wrong shape.
+            ConfigError: ``use_structured_name`` is False.
+        """
         if not use_structured_name:
             raise ConfigError(
                 "weights are set by the names of their layers", key="use_structured_name", value=False

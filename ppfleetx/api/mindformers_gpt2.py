@@ -1,6 +1,6 @@
 """``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with the methods that MindFormers' classes of these names have.
 
-docs/api.md lists where results differ from MindFormers'.
+docs/api.md lists the cases in which results differ from MindFormers'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import paddle
 
 Encoded = dict[str, Any]
-"""``input_ids``, ``attention_mask`` and ``token_type_ids``."""
+"""The result of a tokenizer: ``input_ids``, ``attention_mask`` and ``token_type_ids``, by name."""
 _TENSORS = (None, "np", "pd", "ms")
 
 

@@ -60,9 +60,13 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Return the options ``chosen``. If ``do_sample`` is False, options that only sampling uses, such as
-        ``top_k``, are left out, and a warning is logged. Raises ConfigError for such options if ``do_sample``
-        is not given and the model does not sample by default."""
+        """Return ``chosen``. If ``do_sample`` is False, leave out options that only sampling uses, such as
+        ``top_k``, and log a warning.
+
+        Raises:
+            ConfigError: ``chosen`` has such options, ``do_sample`` is not given, and the model does not
+                sample by default.
+        """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):

@@ -42,7 +42,8 @@ Piece = tuple[int, int, str]
 
 
 class _AbandonedError(Exception):
-    """Ends generation in the thread of :func:`stream_of` after the reader closed the iterator."""
+    """Raised in the thread of :func:`stream_of` to end generation after the reader has closed the
+    iterator."""
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
@@ -382,7 +383,7 @@ class GPT:
         type.
 
         Raises:
-            CheckpointError: ``directory`` is not empty, or transformers has no such network.
+            CheckpointError: ``directory`` is not empty, or transformers does not support this network.
         """
         from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.conversion.convert import Conversion, convert
@@ -397,8 +398,8 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """Load a model from a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file. This is a short
-    name for :meth:`GPT.from_pretrained`, which describes the arguments and errors."""
+    """Load a model from a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file.
+    :meth:`GPT.from_pretrained`, which this calls, describes the arguments and errors."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
 
 

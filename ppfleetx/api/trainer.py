@@ -150,8 +150,7 @@ class Trainer:
         self.cfg = load_config(self._source, given, world_size=world_size())
 
     def fit(self) -> Self:
-        """Train to ``Engine.max_steps``, and evaluate and save on the way as configured. Returns this
-        trainer.
+        """Train to ``Engine.max_steps``, and evaluate and save as configured. Returns this trainer.
 
         Raises:
             UserError: the run cannot start or fails, e.g. because the output directory holds another run.
@@ -173,9 +172,9 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval`` or, before :meth:`fit`, the
-        checkpoint ``Engine.save_load.ckpt_dir`` if that is set. Returns a record with loss and perplexity;
-        for several named sets, ``{name: record}``.
+        """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval``. Before :meth:`fit`, evaluate
+        ``Engine.save_load.ckpt_dir`` instead if it is set. Returns a record with loss and perplexity; for
+        several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -194,8 +193,8 @@ class Trainer:
     @property
     def model(self) -> GPT:
         """The trained model. After :meth:`fit`, this is the model in memory, unless the plan splits it
-        (tensor, pipeline or context parallelism, ZeRO stage 3). Otherwise it is loaded from the checkpoint
-        that :meth:`evaluate` uses. Raises UserError if there is none."""
+        (tensor, pipeline or context parallelism, ZeRO stage 3). Otherwise, the model is loaded from the
+        checkpoint that :meth:`evaluate` uses. Raises UserError if there is no checkpoint."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
             self._model = GPT.from_pretrained(place)
@@ -204,7 +203,7 @@ class Trainer:
     def _with_checkpoint(self) -> RunConfig:
         options = self.cfg.Engine.save_load
         if options.ckpt_dir is not None:
-            # After training, the run's own checkpoint counts, and not the one that it started from.
+            # After training, use the run's own checkpoint, not the one that it started from.
             trained = options.model_copy(update={"ckpt_dir": options.output_dir})
             return self.cfg.changed("Engine", save_load=trained) if self._has_trained else self.cfg
         more = Setting("Engine.save_load.ckpt_dir", options.output_dir, "output_dir")

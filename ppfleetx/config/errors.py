@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 UNSET: Any = object()
-"""Marks "no value" where None is a value."""
+"""Sentinel for "no value", where None is a valid value."""
 
 _MAX_TEXT = 200  # enough for most paths
 _MAX_KEY = 120

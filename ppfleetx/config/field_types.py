@@ -14,9 +14,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 MAX_COUNT = 2**63 - 1
-"""Counts are kept in 64 bits, in checkpoints and by Paddle."""
+"""The largest count: checkpoints and Paddle store counts in 64 bits."""
 MAX_LAYERS = 10_000
-"""The deepest networks ever trained have about 1000 layers."""
+"""The largest accepted number of layers. The deepest networks ever trained have about 1000."""
 MAX_RANKS = 2**20
 """The largest number of processes of a job."""
 

@@ -25,10 +25,9 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Return a sentence for each option that the user set but that is known to change nothing in this run.
-    The sentence gives the reason.
+    """Return sentences, with reasons, about options that the user set but that change nothing in this run.
 
-    A default value in a file is not listed.
+    Only known cases are found. A default value in a file is not listed.
     """
     reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
@@ -370,8 +369,8 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """Return a list with one sentence if the run's texts need ``Data.tokenizer`` and it is not set; otherwise
-    an empty list."""
+    """Return a list with a sentence about ``Data.tokenizer`` if the run reads texts and the key is not set;
+    otherwise an empty list."""
     splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:

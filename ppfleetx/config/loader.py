@@ -57,7 +57,9 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
     merged: Node | None = None
     for item in file_names(base_node, "_base_"):
         named = chain[-1].parent / item.value
-        plain = Path(os.path.normpath(named))  # for messages, unless a symlink changes it
+        plain = Path(
+            os.path.normpath(named)
+        )  # shorter in messages; not used if a symlink makes it another file
         named = plain if plain.resolve() == named.resolve() else named
         base, more = _read(named, chain, key="_base_", value=item.value, place=item.place)
         warnings = tuple(dict.fromkeys((*more, *warnings)))

@@ -29,17 +29,16 @@ class View:
 
 DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
-"""The view of the experts: the same ranks of a pipeline stage, in the same order, divided into other axes."""
+"""The view for expert parameters: the ranks of a pipeline stage, in the same order, along other axes."""
 EXPERT_AXES = ("ep", "emp", "edp")
-"""The axes that only the experts have."""
+"""The axes that only the view for expert parameters has."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
 """The order in which gradients are summed over axes."""
 
 SMALL_MESSAGE = 2e6
-"""Messages between nodes that are smaller than this, in bytes, are faster in a two-level exchange. It saves
-messages between nodes, about 10 us each, and moves the bytes once more within a node, at about 200 GB/s.
-"""
+"""Size in bytes below which a message between nodes is faster in a two-level exchange. The exchange saves
+messages between nodes, about 10 us each, but moves the bytes once more within a node, at about 200 GB/s."""
 
 Ranks = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from itertools import chain, product
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
-_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries: with equal, with any options
+_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries: same options, any options
 _OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
 
 CONFIG_KEYS = {
@@ -44,7 +44,7 @@ CONFIG_KEYS = {
     "accumulate_steps": "Engine.accumulate_steps",
     "needs_whole_matrices": "Optimizer.name",
 }
-"""The configuration key for each number of a plan or of its workload."""
+"""The configuration key of each field of a plan or of a workload."""
 
 DEGREE_WORDS = {
     **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
@@ -54,7 +54,8 @@ DEGREE_WORDS = {
     "emp": "expert_mp",
 }
 PLAN_WORDS = (*DEGREE_WORDS, "micro", "sp", "offload", "zb", "recompute")
-"""The words of `ppfleetx plan --plan`, as ``word=value``. DEGREE_WORDS maps degrees to fields of a plan."""
+"""The words that `ppfleetx plan --plan` accepts, as ``word=value``. DEGREE_WORDS maps words to fields of a
+plan."""
 
 
 @dataclass(frozen=True)

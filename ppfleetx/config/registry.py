@@ -92,8 +92,8 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """Return the class or function with this name. If it was registered as text, ``module:name``, it is
-        imported first."""
+        """Return the class or function registered as ``name``. If it was registered as text, ``module:name``,
+        it is imported first."""
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:

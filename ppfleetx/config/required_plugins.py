@@ -1,4 +1,4 @@
-"""Keep the list of plugins that the user has named, and refuse a configuration that needs others.
+"""Keep the list of plugins that the user has named, and refuse a configuration that needs other plugins.
 
 Only the command line and the environment can name a plugin, because importing it runs its code.
 """

@@ -1,4 +1,4 @@
-"""What each configuration key affects, and so whether a resumed run may change it."""
+"""Tell what each configuration key affects, and whether a resumed run may change the key."""
 
 from __future__ import annotations
 

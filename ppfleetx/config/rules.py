@@ -1,4 +1,4 @@
-"""Rules between sections: finetuning, sequence lengths, compression, fused operators."""
+"""Rules between configuration sections: finetuning, sequence lengths, compression, fused operators."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
     """Return the sequence length in tokens of each dataset that the run reads, by configuration key. If the
-    length grows in training, ``Global.rampup_seq_len`` is also a key; its value divides all lengths of the
-    ramp."""
+    length grows in training, ``Global.rampup_seq_len`` is also a key, with a common divisor of all lengths of
+    the ramp as its value."""
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
@@ -229,7 +229,7 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""The keys that are the cause, and an explanation."""
+"""The configuration keys that cause a problem, and an explanation."""
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:

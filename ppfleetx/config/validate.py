@@ -57,8 +57,8 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError. The message shows those of the violation's keys that are in
-    ``origins``, or else its first key, with value and place."""
+    """Turn ``violation`` into a ConfigError. The message shows the violation's keys that are in ``origins``,
+    or else its first key, with their values and places."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 

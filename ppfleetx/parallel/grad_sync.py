@@ -162,13 +162,13 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Return the gradients of the ``parameters`` that training steps use at present. A gradient is zero if no
-    backward pass has produced it."""
+    """Return the gradients of the ``parameters`` that are in use (:func:`is_in_use`). A gradient is zero if
+    no backward pass has produced it."""
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
-    """Create the process groups that the model's parameters need. All ranks must call it. Returns ``ctx``
+    """Create the process groups that the model's parameters need. All ranks must call this. Returns ``ctx``
     with these groups, and whether the model has experts."""
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> StepRunner:
-    """Build the model of ``module`` under the plan of ``ctx``, and return its runner. Without ``train``, it
-    has no optimizer, and the caller must load the weights before running the model.
+    """Build the model of ``module`` under the plan of ``ctx``, and return its runner. Without ``train``,
+    the runner has no optimizer, and the caller must load the weights before running the model.
 
     Raises:
         ConfigError: for example if, in training, ``Model.loss_chunks`` is above 1, but the task's loss needs
@@ -157,8 +157,8 @@ def _optimizer_and_sync(
     seed = cfg.Global.seed if train else None
     masters = initialize_parameters(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
-        # Raises for groups without parameters. Needs the declaration of the whole model, because this rank
-        # may hold a part.
+        # Raises for parameter groups that match nothing. This check needs the whole model's declaration,
+        # because this rank may hold only a part of the model.
         group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values(), cfg.origins)
         fused = "adamw" in factory.fused.taken
         place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))

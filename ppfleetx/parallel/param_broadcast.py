@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
 
 SMALL_BYTES = 256 << 10
-"""Smaller parameters are packed, because a message of this size costs more latency than transfer time."""
+"""Parameters smaller than this many bytes are packed, because a message of this size costs more latency than
+transfer time."""
 
 
 class NewValues:

@@ -199,8 +199,8 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
 
 
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
-    """Create the process group of the pipeline ranks that hold tied weights. All ranks must call it. Returns
-    None on ranks without them, or if one rank holds all of them."""
+    """Create the process group of the pipeline ranks that hold tied weights. All ranks must call this.
+    Returns None on ranks without tied weights, or if one rank holds all tied weights."""
     keys = {stage.tie.key for stage in stages if stage.tie is not None}
     assert len(keys) <= 1, "one tied layer at most"
     bounds = chunk_bounds(ctx.plan, len(stages))

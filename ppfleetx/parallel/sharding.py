@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 UNWAITED_MESSAGES = 2
-"""The most gradient messages of stages 2 and 3 in transit. Two messages to different owners use both
-directions of a link; more would hold gradients in memory that these stages are meant to free."""
+"""The largest number of gradient messages in transit in stages 2 and 3. Two messages to different owners use
+both directions of a link. More messages would hold gradients in memory that these stages are meant to
+free."""
 
 
 class Sharding:
@@ -41,7 +42,7 @@ class Sharding:
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
         ctx: this process's place in the job, with the process groups of the owners.
-        frozen: this rank's other parameters, which have owners, too.
+        frozen: this rank's frozen parameters. They have owners, too.
         bucket_bytes: approximate size of the gradient messages that overlap the backward pass; None: no
             overlap.
     """
@@ -76,7 +77,7 @@ class Sharding:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
         else:
             late += early
-        # Sent at the end of a step. Those of experts may be very many, so they are cut, too.
+        # Gradients sent at the end of a step. Experts can have many, so they are cut into buckets, too.
         pieces = cut(late, bucket_bytes or BUCKET_BYTES, self._bucket_key)
         self._late = [bucket for _, bucket in pieces]
 
@@ -196,10 +197,10 @@ class Sharding:
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
         """Run ``call``, which needs the gradients of a layer's weights. With ``can_wait``, run it at the end
         of the backward pass, otherwise immediately."""
-        # The gradients of the weights may be incomplete when that of the layer's input exists: Paddle may add
-        # to them later if a cast, for example, comes before the product. More than two such operators end the
-        # run with an error in stage 3, where only the first layer can wait: ranks must send the gradients of
-        # a layer before they fetch the values of the previous one.
+        # When the gradient of the layer's input exists, those of the weights may still be incomplete: Paddle
+        # may add to them later, for example if a cast comes before the product. In stage 3, only the first
+        # layer can wait, because ranks must send the gradients of a layer before they fetch the values of the
+        # previous layer. There, more than two such operators end the run with an error.
         if not can_wait:
             call()
         else:

@@ -118,7 +118,7 @@ class StepRunner(ABC):
         self._module, self._factory = module, factory
         self._sums = StepSums((*module.metrics, *options.metrics), ctx)
         self._scope = AuxLossScope(factory, ctx, self._sums.add_metric)
-        if optimizer is not None or self._sums.names:  # generation fuses only blocks without hooks
+        if optimizer is not None or self._sums.names:  # hooks would keep generation from fusing blocks
             self._scope.watch(layer for _, layer in stages)
         self._precision = options.precision
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
@@ -239,8 +239,9 @@ class StepRunner(ABC):
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None. A
-        collective: after :class:`NonFiniteError`, every rank calls it with the arguments of ``train_step``.
+        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None.
+        After :class:`NonFiniteError`, every rank must call this collective with the arguments of
+        ``train_step``.
         """
         if self.checks != "full":
             # The parameters are unchanged, and dropout depends on the step, so the passes repeat exactly.
@@ -279,8 +280,8 @@ class StepRunner(ABC):
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 
     def writes(self, parameter: Any) -> bool:
-        """Return whether this rank writes its slice of ``parameter`` into a checkpoint. Of the ranks with the
-        same slice, exactly one does."""
+        """Return whether this rank writes its slice of ``parameter`` into a checkpoint. Exactly one of
+        the ranks with the same slice does."""
         return self._sync.writes(parameter)
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
@@ -336,8 +337,8 @@ class StepRunner(ABC):
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         """Run all forward and backward passes of a step, without waiting for the device. Gradients are
-        computed from the loss divided by ``num_valid``. The step's sums get the undivided loss and the
-        metrics."""
+        computed from the loss divided by ``num_valid``. The undivided loss and the metrics are added to this
+        rank's sums."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -46,7 +46,7 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of ``cfg`` with a value that a kind of device, such as ``cpu``, cannot
+    """Return a sentence for each key of ``cfg`` whose value ``device``, a kind such as ``cpu``, does not
     support. Only 16-bit computation on a CPU is examined."""
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
@@ -79,8 +79,8 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Return what to install for a kind of device, as the beginning of a sentence such as "Install the plugin
-    for npu". For a misspelled name, it begins with "Did you mean"."""
+    """Return advice on what to install for a kind of device, as the beginning of a sentence such as "Install
+    the plugin for npu". For a misspelled name, it begins with "Did you mean"."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -91,8 +91,8 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Translate an error that Paddle raised at its import into one that tells the user what to do. This
-    covers plugins that do not load and cards that do not exist. For any other error, return None."""
+    """Translate an error that Paddle raised during its import into one that tells the user what to do. Covers
+    plugins that do not load and cards that do not exist. Returns None for any other error."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "

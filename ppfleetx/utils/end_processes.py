@@ -31,15 +31,15 @@ _AFTER_KILL_SECONDS = 30.0
 
 
 def end_with_launcher() -> None:
-    """From now on, end this rank by SIGTERM, and later by SIGKILL, when its launcher is gone. Has no effect
-    in a process that Paddle's launcher has not started."""
+    """Make this rank end when its launcher ends: by SIGTERM, and later by SIGKILL. Has no effect in a process
+    that Paddle's launcher has not started."""
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())
     parent = os.getppid()
     given = os.environ.get(LAUNCHER_VARIABLE, "")
     launcher = int(given) if given.isdigit() else parent
-    if launcher == parent:  # not if a shell script runs between the two
+    if launcher == parent:  # false if a shell script between the two started this rank
         end_child_with_parent()
     threading.Thread(target=_watch, args=(launcher, launcher == parent), name="launcher", daemon=True).start()
 

@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # the exit code in a shell after SIGPIPE
 
 # The launcher checks its ranks every second or two, shows the log of the first rank that has ended, and ends
-# the others. It should find the rank that failed, not a rank that ended because of it.
+# the others. It should find the rank that failed, not a rank that ended because of that failure.
 _LAUNCHER_LOOKS_SECONDS = 5.0
 # Seconds for which this process may run on after the loss of another process.
 _GRACE_SECONDS = 20.0

@@ -1,5 +1,5 @@
-"""Tell which of Paddle's kernels, with which element types, a run uses on a card, by the table in
-``gpu_operators.json``. ``make operators`` records the table from test runs. Does not import Paddle."""
+"""Look up which of Paddle's kernels a run uses on a card, and with which element types. The table is
+``gpu_operators.json``, which ``make operators`` records from test runs. Does not import Paddle."""
 
 from __future__ import annotations
 

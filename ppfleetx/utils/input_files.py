@@ -1,5 +1,5 @@
-"""Read files that a user or another program has written. The functions raise an error that names the file if
-it cannot be used: a CheckpointError, or an exception of the class given as ``error``."""
+"""Read files that a user or another program has written. If a file cannot be used, the functions raise an
+error that names the file: a CheckpointError, or an exception of the class given as ``error``."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def first_bytes(path: str | Path) -> bytes:
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Return what ``os.stat`` says about a regular file. Raises an exception of the class ``error`` if it
-    does not exist, or is a directory, a device or a pipe, from which reading could block forever."""
+    """Return the result of ``os.stat`` for a regular file. Raises an exception of the class ``error`` if the
+    file does not exist, or is a directory, a device or a pipe, from which reading could block forever."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError) as reason:

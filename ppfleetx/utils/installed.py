@@ -17,7 +17,7 @@ LIBRARIES = {
     "tokenizers": "tokenizers",
     "zstandard": "zstandard",
 }
-"""The distribution name for each import name: the requirements without Paddle."""
+"""The required libraries except Paddle, by import name. The values are their names on PyPI."""
 
 
 class NotInstalledError(UserError):

@@ -1,5 +1,5 @@
-"""This process's place in its job, from the environment variables that Paddle's launcher sets. Without a
-launcher, a process is rank 0 of 1."""
+"""This process's rank and the sizes of its job, from the environment variables that Paddle's launcher sets.
+Without a launcher, a process is rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def is_rank() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank. Raises ConfigError, as the functions below, if a variable has no number."""
+    """Return this process's rank. Like the functions below, raises ConfigError if a variable is not a
+    number."""
     return _number("PADDLE_TRAINER_ID", 0)
 
 
@@ -29,7 +30,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Return the number of ranks on this node; 0 if the launcher does not say it."""
+    """Return the number of ranks on this node; 0 if the launcher does not set it."""
     return _number("PADDLE_LOCAL_SIZE", 0)
 
 

@@ -1,5 +1,5 @@
-"""How long a process waits for the others of its job at the start, and how it ends when one of them is
-gone."""
+"""How long a process waits for the other processes of its job at the start, and how it ends when one of them
+is gone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _START_SECONDS = 600.0
 
 
 def start_timeout() -> float:
-    """Return for how many seconds nodes and ranks wait for each other at the start
-    (``PPFLEETX_START_TIMEOUT``, default 600). Raises ConfigError if that is not a number of at least 1."""
+    """Return the number of seconds that nodes and ranks wait for each other at the start
+    (``PPFLEETX_START_TIMEOUT``, default 600). Raises ConfigError if the variable is not a number of at least
+    1."""
     return seconds_in(START_VARIABLE, _START_SECONDS, least=1.0)
 
 
@@ -57,9 +58,10 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """From now on, when another process of the job is lost, end this process with ``exit_code`` after
-    ``grace`` seconds."""
-    # An error in its next communication mostly ends it earlier, but it may compute for hours until then.
+    """Enable :func:`report_lost`: after another process of the job is lost, it ends this process with
+    ``exit_code``, ``grace`` seconds later."""
+    # Usually, an error in the next communication ends this process earlier, but until then it may compute for
+    # hours.
     _state.grace, _state.exit_code = grace, exit_code
 
 
@@ -103,8 +105,8 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """If ``error`` was caused by the end of another process of the job, return the error that says so;
-    otherwise, return None."""
+    """Return the error that says that another process of the job has ended, if this caused ``error``;
+    otherwise None."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one

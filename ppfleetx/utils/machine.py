@@ -35,12 +35,12 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
 
 
 def available_cpus() -> int:
-    """Return on how many CPUs this process may run, according to its CPU affinity."""
+    """Return the number of CPUs on which this process may run, according to its CPU affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_fraction() -> float:
-    """Return what fraction of the machine's memory is available, from 0 to 1; 1 if unknown."""
+    """Return the fraction of the machine's memory that is available, from 0 to 1; 1 if unknown."""
     kibibytes = _read_numbers(_MEMINFO)
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
@@ -68,7 +68,8 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
         return
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     first, end = address // _HUGE_PAGE, -(-(address + num_bytes) // _HUGE_PAGE)
-    # A huge page that the block covers only partly is included if the process owns all of its memory.
+    # First include the huge pages that the block covers only partly. This fails unless the process owns all
+    # of their memory.
     for low, high in ((first, end), (first + 1, end - 1)):
         if low < high and madvise(low * _HUGE_PAGE, (high - low) * _HUGE_PAGE, _MADV_COLLAPSE) == 0:
             return
@@ -158,7 +159,7 @@ def memory() -> dict[str, int]:
 
 
 def _queued_seconds() -> float:
-    """Return for how many seconds the main thread has been ready to run but waited for a free core."""
+    """Return the number of seconds in which the main thread was ready to run but waited for a free core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -166,7 +167,7 @@ def _queued_seconds() -> float:
 
 class WorkMeter:
     """Measures whether this process computes, and whether it reads or writes files. ``watching`` is a
-    function that returns how many CPU seconds to leave out, such as those of the thread that measures."""
+    function that returns the CPU seconds to leave out, such as those of the thread that measures."""
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
         self._watching = watching

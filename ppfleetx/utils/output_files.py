@@ -55,8 +55,8 @@ def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> I
 
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that killed processes have left in ``directory`` while they wrote ``names`` by
-    :func:`atomic_write`. No other process may be writing these files."""
+    """Remove temporary files that :func:`atomic_write` has left in ``directory`` because a process was killed
+    while it wrote one of ``names``. No other process may be writing these files."""
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
             path.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def why_not_writable(directory: Path) -> str | None:
 
 def refuse_unwritable(directory: Path, key: str) -> None:
     """Raise ConfigError if no files can be written to ``directory``, given by the option ``key``. Call this
-    before long work whose results go there."""
+    before a long computation whose results are written there."""
     rule = why_not_writable(directory)
     if rule is not None:
         raise ConfigError(rule, key=key, value=str(directory))
@@ -91,8 +91,8 @@ def refuse_unwritable(directory: Path, key: str) -> None:
 
 @contextlib.contextmanager
 def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
-    """Context manager that turns an OSError into a ConfigError which says that ``path`` cannot be written.
-    ``key`` is the option that gave the path, or None; ``place`` is where it was set."""
+    """Context manager that turns an OSError into a ConfigError, which says that ``path`` cannot be written.
+    ``key`` is the option that gave the path, or None. ``place`` is where the option was set."""
     try:
         yield
     except OSError as error:
@@ -134,7 +134,7 @@ def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iter
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:
-            # A record lock, which unlike a lock of flock is not inherited by a forked child.
+            # A record lock: unlike a lock made by flock, a forked child does not inherit it.
             try:
                 fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

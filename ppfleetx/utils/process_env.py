@@ -1,4 +1,4 @@
-"""Settings of a process that make Paddle faster on CPUs. They must be made before Paddle's first matrix
+"""Settings of a process that make Paddle faster on CPUs. They must be applied before Paddle's first matrix
 product. ``PPFLEETX_TUNE_CPU=0`` disables them. ``docs/numerics.md`` has measurements."""
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Return how many threads each rank computes with: ``num_cpus`` divided by the ranks on this machine."""
+    """Return the number of compute threads of each rank: ``num_cpus`` divided by the ranks on this
+    machine."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
@@ -150,8 +151,9 @@ def _set_by_launcher(name: str) -> bool:
 
 
 def import_paddle() -> None:
-    """Import Paddle faster and with less output than by ``import paddle``. Raises NotInstalledError if Paddle
-    is not installed, and ConfigError for a plugin that does not load or a card that does not exist."""
+    """Import Paddle, faster and with less output than the statement ``import paddle``. Raises
+    NotInstalledError if Paddle is not installed, and ConfigError for a plugin that does not load or a card
+    that does not exist."""
     if "paddle" in sys.modules:
         return
     with loading_paddle():

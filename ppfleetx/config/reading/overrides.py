@@ -1,4 +1,4 @@
-"""Values that replace those in a configuration file: ``-o Section.key=value``, other options, arguments."""
+"""Overrides of configuration values, from ``-o Section.key=value``, other options or Python arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value for a configuration key that is given by another option than ``-o``, or in Python.
+    """A value for a configuration key, set by an option other than ``-o`` or by a Python argument.
 
     Attributes:
         key: the dotted key.
@@ -29,7 +29,7 @@ class Setting:
 
 
 Override = str | Setting
-"""The text of an ``-o``, or a typed value."""
+"""The text after ``-o``, or a typed value."""
 
 
 def overridden_keys(overrides: Iterable[Override]) -> set[str]:
@@ -53,7 +53,7 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     Unknown keys are accepted.
 
     Raises:
-        ConfigError: an override is malformed, contradicts an earlier one or has a key below a single value.
+        ConfigError: an override is malformed, contradicts an earlier override, or has a key below a scalar.
     """
     numbers = count(1)
     read = [
@@ -132,7 +132,7 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
         inner = "" if error.key is None else f" (at {error.key})"
         about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"
         raise ConfigError(f"{about} {error.rule}", key=key, value=text, place=place) from None
-    if node is None:  # empty, or only a YAML comment, which is a normal text for a text field
+    if node is None:  # empty or only a YAML comment; a text field takes the comment as its text
         return Node(text, place) if text_field and text.strip() else Node(None, place, "")
     if text_field and node.text is not None:
         return Node(node.value, place, text)

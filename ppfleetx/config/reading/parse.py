@@ -14,7 +14,7 @@ from ppfleetx.config.errors import UNSET, ConfigError, shown
 from ppfleetx.config.reading.tree import Node, plain_scalar, plain_value, same_value
 
 MAX_FILE_BYTES = 1 << 20
-"""The largest accepted file. A resolved configuration with every key has about 10,000 bytes."""
+"""The size of the largest accepted file. A resolved configuration with every key has about 10,000 bytes."""
 
 _MAX_SHOWN = 400
 _OF_A_MODEL = "the model in "
@@ -33,7 +33,7 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """Return ``the model in DIR``, which messages show as the place of values from a model's directory."""
+    """Return ``the model in DIR``, the place that messages show for values from a model's directory."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
@@ -86,9 +86,9 @@ def shown_path(path: Path) -> str:
 @cache
 def shipped_yaml(path: Path) -> Any:
     """Load a YAML file of this package. The result is cached, so callers must not change it."""
-    # The parser in Python would take a tenth of a program's start.
+    # PyYAML's pure-Python parser would take a tenth of a program's start-up time.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text("utf-8"), loader)  # noqa: S506 - safe, both of them
+    return yaml.load(path.read_text("utf-8"), loader)  # noqa: S506 - both loaders are safe
 
 
 _PLAIN = "plain"  # the tag of an unquoted scalar without an explicit tag
@@ -130,7 +130,8 @@ def read_yaml(
 def made_sections(path: Path, place: str) -> Sections:
     """Read the sections in a file that ppfleetx generated.
 
-    The user has never seen this file, so error messages name ``place``, from which it was generated.
+    Error messages name ``place``, the source of the generated file, because the user has never seen the
+    file itself.
     """
     return Sections(plain_value(read_yaml(path)), place)
 
@@ -180,7 +181,7 @@ class _Tree:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert a PyYAML node and all below it. ``path`` is its place in the tree, as keys and indices."""
+        """Convert a PyYAML node and its descendants. ``path`` is the list of keys and indices to the node."""
         where = self._where(node)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)
@@ -211,7 +212,7 @@ class _Tree:
             if key in found and (self._is_ours or not same_value(found[key], value)):
                 _refuse(f"is given twice in this mapping (first in {found[key].place})", here, place)
             found[key] = value
-        for one in merged:  # own keys take precedence, then the first merged mapping with the key
+        for one in merged:  # the mapping's own keys win, then the first merged mapping with the key
             if not isinstance(one.value, dict):
                 _refuse("must name a mapping, or a list of them", (*path, "<<"), one.place)
             for key, value in one.value.items():
@@ -227,7 +228,7 @@ def _refuse(rule: str, path: tuple[str, ...], place: str) -> NoReturn:
 
 
 def key_problem(key: str, *, is_ours: bool = True) -> str | None:
-    """The reason why ``key`` is not allowed as a key in a mapping; None if it is allowed."""
+    """Return the reason why ``key`` is not allowed as a key in a mapping; None if it is allowed."""
     if not key.strip():
         return "a key must be a plain word, and this one is empty"
     if is_ours and key == "<<":

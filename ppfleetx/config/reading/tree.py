@@ -102,7 +102,7 @@ def put(tree: Node, path: Sequence[str], node: Node) -> None:
     """Store a copy of ``node`` in ``tree`` at the keys and indices in ``path``, and create missing mappings.
 
     Raises:
-        ConfigError: the path leads through a single value, or an index is not in its list.
+        ConfigError: the path leads through a scalar, or an index is outside its list.
     """
     for depth, part in enumerate(path):
         where: Any = part
@@ -162,7 +162,7 @@ def same_value(one: Node, other: Node) -> bool:
 def merge(base: Node, top: Node, path: str = "") -> Node:
     """Merge the tree ``top`` over ``base``. Values of ``top`` win; mappings are merged key by key.
 
-    A mapping with ``_inherited_: False`` in ``top`` replaces that in ``base``.
+    A mapping with ``_inherited_: False`` in ``top`` replaces the mapping in ``base`` as a whole.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)
@@ -185,7 +185,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """Return a tree without the keys ``_inherited_``, which only matter in merging."""
+    """Return ``node`` without the keys ``_inherited_``, which only affect merging."""
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

@@ -29,7 +29,7 @@ from ppfleetx.config.field_types import (
 from ppfleetx.config.sections.lora import BLOCK_LINEARS, unmatched
 
 GROUP_MULTIPLE = 8
-"""The number of input features that kernels read together."""
+"""The number of input features that kernels read together. Group sizes are multiples of this number."""
 QUANTIZER = "quant"
 """The name of the quantizer's sub-layer in a linear; part of the canonical names of its parameters."""
 LINEAR_KINDS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
@@ -47,8 +47,8 @@ def is_of_quantizer(name: str) -> bool:
 class QuantizationConfig(Section):
     """Quantization-aware training of the linear layers in the transformer blocks.
 
-    The forward pass rounds their weights and inputs to `2^bits - 1` levels; the backward pass computes
-    gradients as if nothing were rounded.
+    The forward pass rounds their weights and inputs to `2^bits - 1` levels. The backward pass ignores the
+    rounding (straight-through estimator).
     """
 
     enable: Bool = False
@@ -62,8 +62,8 @@ class QuantizationConfig(Section):
     moving_rate: Fraction = 0.9
     """The share of the moving average that each step keeps."""
     weight_preprocess_type: Literal["PACT"] | None = None
-    """Clip weights at a learned bound before quantizing. The bound is a learned share of the scale, which
-    starts at 1; null: do not clip."""
+    """Clip weights at a learned bound before quantizing; null: do not clip. The bound is the scale times a
+    learned factor, which starts at 1."""
     activation_preprocess_type: Literal["PACT"] | None = None
     """Clip activations in the same way; null: do not clip."""
     weight_bits: Int = 8
@@ -71,9 +71,9 @@ class QuantizationConfig(Section):
     activation_bits: Int = 8
     """Bits of activations."""
     quantizable_layer_type: tuple[Text, ...] = LINEAR_KINDS
-    """Kinds of layers to quantize, whatever the plan. Linear: all linears; ColumnParallelLinear: linears
-    whose outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: linears whose
-    inputs it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""
+    """Kinds of layers to quantize, under any plan. Linear: all linears. ColumnParallelLinear: linears whose
+    outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`). RowParallelLinear: linears whose inputs
+    it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""
     skip_tensor_map: dict[str, tuple[Literal["linear1", "linear2"], ...]] = Field(default_factory=dict)
     """Linears that are not quantized: `block_3: [linear2]` is the second linear of layer 3's MLP."""
     skip_layers: tuple[Text, ...] = ()
@@ -86,7 +86,7 @@ class QuantizationConfig(Section):
         """Whether layer ``name`` is quantized in training; ``kind`` is one of :data:`LINEAR_KINDS`."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
-        if name.endswith("attention.kv_up"):  # decoding multiplies queries by this weight, not its own input
+        if name.endswith("attention.kv_up"):  # decoding multiplies queries, not the input, by this weight
             return False
         if not {"Linear", kind} & set(self.quantizable_layer_type):
             return False
@@ -164,8 +164,8 @@ class WeightsConfig(Section):
     """8: round the inputs of the blocks' linears to 8 bits, too; null: do not. With groups, each group of an
     input has a separate scale, and the head's input is rounded as well."""
     asymmetric: Bool = False
-    """Weights are `scale * q + offset`, with 16-bit scales and offsets of each group, in the word embedding
-    and the head as well; False: `scale * q`, with 32-bit scales."""
+    """Weights are `scale * q + offset`, with a 16-bit scale and offset for each group, also in the word
+    embedding and the head. False: weights are `scale * q`, with 32-bit scales."""
     skip: tuple[Text, ...] = ()
     """Patterns (`*`, `?`, `[...]`) for the names of layers that are not quantized, e.g. `head` or
     `*.mlp.fc2`."""
@@ -186,7 +186,7 @@ class WeightsConfig(Section):
 
 
 class PruneConfig(Section):
-    """Structured pruning in training: the heads and feed-forward units with the smallest weights stay zero.
+    """Structured pruning in training: heads and feed-forward units with the smallest weights are kept zero.
 
     The same number of heads and units is pruned in each layer. A key/value head is pruned together with its
     query heads. `ppfleetx prune` removes them from the checkpoint afterwards.
@@ -244,9 +244,9 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """Return how many of ``total`` heads, units or experts to remove if ``share`` of them is removed.
+    """Return the number of heads, units or experts to remove from ``total``, rounded down.
 
-    ``share`` is a number from 0 to 1. The result is rounded down.
+    ``share`` is the fraction to remove, from 0 to 1.
     """
     return int(total * share + 1e-9)
 
@@ -259,7 +259,7 @@ class DistillConfig(Section):
     """
 
     teacher: PathText
-    """Checkpoint of the teacher, of any plan and size, with the same tokenizer."""
+    """Checkpoint of the teacher. The teacher can have any plan and size, but must have the same tokenizer."""
     temperature: PositiveFloat = 2.0
     """Divides the logits of teacher and student; a higher value gives unlikely tokens more weight."""
     hard_weight: NonNegativeFloat = 0.5

@@ -48,7 +48,7 @@ _CORPUS_KEYS = (
 _SET_NAME = re.compile(r"[\w-][\w.-]*")
 Mode = Literal["Train", "Eval", "Test"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""The sections of ``Data`` with a dataset, in the order of the shares of ``split``."""
+"""The sections of ``Data`` that have a dataset, in the order of the shares in ``split``."""
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
 
@@ -71,16 +71,17 @@ class DatasetConfig(Section):
     """A corpus prefix, a directory of corpora, or a list of these. For other datasets: the directory of the
     files `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """Share of each entry of `input_dir` in the blend, normalized; null: in proportion to its tokens."""
+    """Weight of each entry of `input_dir` in the blend (the weights are normalized); null: in proportion to
+    its tokens."""
     blend: Literal["shares", "exhaustive"] = "shares"
     """How several corpora are mixed. shares: by `weights`; a corpus is repeated as often as its share
     requires. exhaustive: every sample of every corpus once, evenly spread, as Megatron-LM does without
-    weights; `weights` must be null."""
+    weights. `weights` must then be null."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
     """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. For GLUE tasks and files with
     records (PromptResponseDataset, ChatDataset): the name of the file, e.g. `train`."""
     max_seq_len: Size = 1024
-    """Tokens per sample; longer texts are cut. By default at most the positions of the model."""
+    """Tokens per sample; longer texts are cut. The default is limited to the model's number of positions."""
     prompt_field: Text = "prompt"
     """PromptResponseDataset: field of the prompt."""
     response_field: Text = "response"
@@ -100,7 +101,7 @@ class DatasetConfig(Section):
     verify: Literal["none", "index", "full"] = "index"
     """Parts of a corpus to compare with its checksums when a run starts. index: the lengths of both files and
     the whole `.idx`, if the corpus has checksums. full: also every token; a corpus without checksums is
-    refused. A core reads about 1 GB per second, and each node reads once."""
+    refused. Each node reads the corpus once, at about 1 GB per second and core."""
 
     def violations(self) -> Iterator[RuleError]:
         if not self.inputs:
@@ -168,10 +169,11 @@ class DatasetConfig(Section):
 
 
 class SamplerConfig(Section):
-    """The order in which samples are read, and what becomes of an incomplete last batch."""
+    """The order in which samples are read, and what happens to an incomplete last batch."""
 
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
-    """Continues after the consumed samples, with the same global batches under every parallel plan."""
+    """The sampler. GPTBatchSampler continues after the consumed samples on resume, and gives the same global
+    batches under every parallel plan."""
     shuffle: Bool = False
     """Shuffle again, in addition to the dataset's own order. For a GLUE task or records, Train is always
     reshuffled in each pass, and Eval and Test keep the order of the file."""

@@ -22,17 +22,18 @@ class ShardingConfig(Section):
     """ZeRO sharding: optimizer states, gradients and parameters are divided over the sharding ranks."""
 
     sharding_degree: Degree = 1
-    """Ranks that share one copy of the states; they also split the batch."""
+    """Number of ranks over which one copy of the states is divided. These ranks also split the batch."""
     sharding_stage: Annotated[Literal[1, 2, 3], NumberChoice] = 1
     """1 divides optimizer states, 2 also gradients, 3 also parameters."""
     sharding_offload: Bool = False
     """Keep optimizer states and master weights in host memory and update there (stages 2 and 3)."""
     reduce_overlap: Bool = True
-    """Sum gradients over replicas, parts of the sequence and sharding ranks while the backward pass is still
-    running; false: after it (in stages 2 and 3, the pass waits for each sum). No number changes."""
+    """Reduce gradients over the data-parallel, sharding and sep ranks while the backward pass is still
+    running. false: reduce them after the backward pass (in stages 2 and 3, the backward pass waits for each
+    reduction). Results do not change."""
     broadcast_overlap: Bool = True
     """Send updated parameters while the next forward pass runs (stages 1 and 2), and fetch the parameters of
-    the next layer while a layer computes (stage 3); false: wait for each. No number changes."""
+    the next layer while a layer computes (stage 3); false: wait for each. Results do not change."""
 
 
 class DistributedConfig(Section):
@@ -43,47 +44,50 @@ class DistributedConfig(Section):
     """
 
     dp_degree: Degree | None = None
-    """Data-parallel replicas; null: the world size divided by the other degrees (1 if it is not known)."""
+    """Data-parallel replicas; null: the world size divided by the other degrees (1 if the world size is
+    unknown)."""
     mp_degree: Degree = 1
-    """Tensor-parallel ranks of one layer."""
+    """Number of tensor-parallel ranks."""
     pp_degree: Degree = 1
     """Pipeline stages."""
     pp_schedule: PipelineSchedule = "1f1b"
-    """Order of a pipeline's passes. `zb_h1` postpones the gradients of weights until a stage would otherwise
-    wait (ZB-H1, Qi et al. 2023). It takes somewhat more memory than `1f1b`, and needs
-    `Model.virtual_pp_degree` 1. No number changes."""
+    """Pipeline schedule. `zb_h1` postpones the gradients of weights until a stage would otherwise be idle
+    (ZB-H1, Qi et al. 2023). It takes somewhat more memory than `1f1b`, and needs `Model.virtual_pp_degree` 1.
+    Results do not change."""
     overlap_p2p_comm: Bool = False
     """Send activations and gradients of a pipeline while the next pass runs, and start to receive them early.
-    It needs `Model.virtual_pp_degree` 1. No number changes."""
+    This needs `Model.virtual_pp_degree` 1. Results do not change."""
     mp_async_allreduce: Bool = False
-    """Sum the gradient of a column-parallel layer's input over the mp ranks while the gradient of its weight
-    is computed. No number changes."""
+    """All-reduce the gradient of a column-parallel layer's input over the tensor-parallel ranks while the
+    gradient of the layer's weight is computed. Results do not change."""
     sp_async_reduce_scatter: Bool = False
-    """The same with `Model.sequence_parallel`, where the sum is scattered. No number changes."""
+    """The same with `Model.sequence_parallel`, where the all-reduce is a reduce-scatter. Results do not
+    change."""
     recompute_allgather: Bool = False
-    """With `sp_async_reduce_scatter`: keep only a rank's part of the input, and gather the whole again while
-    the gradient of the input is computed. No number changes."""
+    """With `sp_async_reduce_scatter`: keep only this rank's part of the input for the backward pass, and
+    all-gather the whole input again while the gradient of the input is computed. Results do not change."""
     sep_degree: Degree = 1
-    """Ranks that split each sequence."""
+    """Number of ranks that split each sequence (context parallelism)."""
     ep_degree: Degree = 1
-    """Ranks that divide the experts of a layer (`Model.moe`) among them; tokens are sent to their experts and
-    back. They are ranks of one pipeline stage, so the job needs no more processes. `ep_degree` x
-    `expert_mp_degree` must divide dp x sharding x sep x mp."""
+    """Expert-parallel ranks, which divide the experts of a layer (`Model.moe`) among them. Tokens are sent to
+    their experts and back. These ranks are existing ranks of a pipeline stage, so the job needs no more
+    processes. `ep_degree` x `expert_mp_degree` must divide dp x sharding x sep x mp."""
     expert_mp_degree: Degree | None = None
     """Ranks that slice the matrices of each expert; null: `mp_degree`. 1 keeps experts whole even if
     attention is sliced, with fewer messages and larger products."""
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
-    """MiB of gradients in two messages: one is filled while the other is sent. With sharding stages 2 and 3,
-    MiB of one message. A larger gradient is sent alone. Smaller buckets start earlier but need more messages.
-    Without `sharding.reduce_overlap`, messages of gradients have 64 MiB whatever is set here."""
+    """Size in MiB of two gradient buckets together: one is filled while the other is sent. With sharding
+    stages 2 and 3, size of a single bucket. A larger gradient is sent alone. Smaller buckets are sent earlier
+    but need more messages. Without `sharding.reduce_overlap`, buckets always have 64 MiB."""
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
     """Number of layers of each pipeline stage in model order; null: equal parts. With virtual stages, give a
     number for each chunk, or a list per virtual stage with a number per pipeline stage. The first stage also
     holds the embedding and the last one the head, so 0 layers there can balance a pipeline."""
     noop_layers: tuple[CountInt, ...] | None = None
-    """Empty places, counted from 0 in model order, when layers and empty places together are divided into
-    equal parts: a short form of `pp_layers`. `num_layers` does not include them."""
+    """Positions of empty (no-op) layers, counted from 0 in model order. Real and empty layers together are
+    divided into equal parts, so this is a short form of `pp_layers`. `num_layers` does not include the empty
+    layers."""
 
     @property
     def bucket_bytes(self) -> int | None:

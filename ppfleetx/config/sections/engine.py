@@ -52,8 +52,8 @@ class GlobalConfig(Section):
     `start` sequences per step and grows by `increment`, at equal intervals over `samples` sequences, to
     `global_batch_size`. Each size must be a multiple of `micro_batch_size` x data ranks."""
     rampup_seq_len: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Growing sequences: [start, increment, samples]. Training begins with the first `start` tokens of each
-    sequence, and takes `increment` more at equal intervals over `samples` sequences, up to
+    """A growing sequence length: [start, increment, samples]. Training begins with the first `start` tokens
+    of each sequence, and takes `increment` more at equal intervals over `samples` sequences, up to
     `Data.Train.dataset.max_seq_len`. The tokens left out are not trained on (DeepSpeed's sequence-length
     curriculum)."""
     allow_tf32: Bool = False
@@ -62,17 +62,17 @@ class GlobalConfig(Section):
     affected."""
     card: Text | None = None
     """The card for the run: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...) or a YAML file
-    that describes a card. `--check` says whether the run fits into its memory; the run itself does not depend
-    on this key."""
+    that describes a card. `--check` says whether the run fits into the card's memory. The run itself does not
+    depend on this key."""
     peak_tflops: PositiveFloat | None = None
-    """Peak of one device for dense matrix products in the type of the run, in TFLOP/s; MFU is relative to it.
-    null: the peak of `card`, or of the GPU in use, if `ppfleetx plan` knows it."""
+    """Peak TFLOP/s of one device for dense matrix products in the data type of the run; MFU is relative to
+    this peak. null: the peak of `card`, or of the GPU in use, if `ppfleetx plan` knows it."""
     flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
-    """Modules that register parts named in this configuration, e.g. `[my_package.my_callbacks]`. A file must
-    not make code run, so it is refused unless the command line (`--plugin`) or `PPFLEETX_PLUGINS` names the
-    modules, too. A run adds the plugins it was given to this list."""
+    """Modules that register parts named in this configuration, e.g. `[my_package.my_callbacks]`. A file alone
+    must not make code run: it is refused unless the command line (`--plugin`) or the variable
+    `PPFLEETX_PLUGINS` names the same modules. Plugins that are only named there are added to this list."""
 
 
 class MixedPrecisionConfig(Section):
@@ -83,9 +83,9 @@ class MixedPrecisionConfig(Section):
     dtype: Literal["float16", "bfloat16"] = "float16"
     """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
-    """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 masters. On a
-    CPU they are the same: products with weights and attention are computed in bfloat16, everything else in
-    float32."""
+    """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 master weights.
+    On a CPU, both levels are the same: products with weights and attention are computed in bfloat16,
+    everything else in float32."""
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
     use_dynamic_loss_scaling: Bool = True
@@ -125,14 +125,16 @@ class SaveLoadConfig(Section):
     save_epoch: OptionalInterval = 1
     """Epochs between checkpoints in run mode `epoch`; null: save every `save_steps` steps."""
     output_dir: PathText = "./output"
-    """Directory of checkpoints, metrics.jsonl and the resolved config.yaml, for one run. A new run is refused
-    in the directory of another run, unless it resumes or overwrites it (see `resume` and `overwrite`)."""
+    """Directory of one run, with its checkpoints, metrics.jsonl and the resolved config.yaml. If the
+    directory already holds another run, a new run is refused unless it resumes or overwrites that run (see
+    `resume` and `overwrite`)."""
     overwrite: Bool = False
-    """Start over in the directory of another run: its checkpoints, metrics and configuration are deleted once
-    this run is ready to train. The checkpoint that this run starts from is kept, and so are other files."""
+    """Start over in the directory of another run. The other run's checkpoints, metrics and configuration are
+    deleted once this run is ready to train. Other files are kept, and so is the checkpoint that this run
+    starts from."""
     async_save: Bool = False
-    """Write checkpoints in the background: training waits at most for a copy of the state in host memory.
-    Each rank holds one more copy of its part of the checkpoint. One save runs at a time; the next one waits
+    """Write checkpoints in the background. Training waits at most until the state is copied to host memory.
+    Each rank holds one more copy of its part of the checkpoint. One save runs at a time; the next save waits
     for it."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do if a checkpoint cannot be written (disk full, no permission): `stop` with an error, or
@@ -144,35 +146,35 @@ class SaveLoadConfig(Section):
     """Checkpoint with the initial weights of a new run (step 0, new optimizer, new data order)."""
     resume: Literal["auto"] | Bool = False
     """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same
-    command continues after every interruption; true: the same, but an error if there is none or it is
-    damaged; false: ignore checkpoints there. If no run is continued, `ckpt_dir` or `init_from` decides, or
-    the run is new."""
+    command continues after every interruption. true: the same, but a missing or damaged checkpoint is an
+    error. false: ignore checkpoints there. If no run is continued, the run starts from `ckpt_dir` or
+    `init_from` if one is set, and is new otherwise."""
     keep_max: PositiveInt | None = None
     """Keep only this many of the newest checkpoints of this run (and the best, see `keep_best`); null: all.
     Checkpoints of other runs, and the checkpoint that this run started from, are never deleted."""
     keep_best: Literal["metric", "loss"] | None = None
-    """Save after each evaluation with the best result so far, by the GLUE task's `metric` or by `loss` (of
-    the first of several sets). The file `best` in `output_dir` names this checkpoint, and `keep_max` keeps
-    it. `ckpt_dir` may be this file."""
+    """Save a checkpoint after each evaluation with the best result so far, by the GLUE task's `metric` or by
+    `loss` (with several evaluation sets, the loss of the first). The file `best` in `output_dir` names this
+    checkpoint, and `keep_max` does not delete it. `ckpt_dir` may be this file."""
     allow_missing: Bool = False
-    """Let parameters that the checkpoint lacks keep their initial values, instead of an error."""
+    """Keep the initial value of a parameter that the checkpoint lacks; false: this is an error."""
     allow_extra: Bool = False
-    """Ignore parameters of the checkpoint that the model does not have, instead of an error."""
+    """Ignore a parameter of the checkpoint that the model lacks; false: this is an error."""
     allow_other_shapes: Bool = False
-    """Let parameters keep their initial values if their shape or vocabulary differs in the checkpoint,
-    instead of an error."""
+    """Keep the initial value of a parameter whose shape or vocabulary differs in the checkpoint; false: this
+    is an error."""
     load_optim: Bool = True
-    """Restore the optimizer's state on resume. If false, a run that `resume` continues has a fresh optimizer
-    once, and restarts by the same command keep it."""
+    """Restore the optimizer's state on resume. If false, a run that `resume` continues starts with a fresh
+    optimizer the first time. Later restarts by the same command restore that optimizer's state."""
     load_rng: Bool = True
     """Restore the random number generators on resume."""
     reset_data: Bool = False
     """Start the data from the beginning on resume (for another corpus). Steps, schedules and the ramps of
-    batch size and sequence length go on. A run that `resume` continues does so once; restarts by the same
-    command go on in the data."""
+    batch size and sequence length continue. A run that `resume` continues starts over only the first time.
+    Later restarts by the same command continue in the data."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
-    """The learning-rate schedule on resume: the checkpoint's, this configuration's, or `strict`: an error if
-    they differ."""
+    """The learning-rate schedule on resume. `checkpoint`: that of the checkpoint. `config`: that of this
+    configuration. `strict`: an error if the two differ."""
     verify: Bool = True
     """Compare every file's checksum with the manifest when loading."""
 
@@ -200,9 +202,9 @@ class SpikeConfig(Section):
     grad_norm_deviations: NonNegativeFloat = 20.0
     """The same for the gradient norm before clipping."""
     replay: Bool = True
-    """Repeat a step with a spike, with the same weights and samples. Equal numbers mean that data or model
-    are the cause; different numbers, that the machine is. If the new numbers are not a spike, they are
-    used."""
+    """Repeat a step that has a spike, with the same weights and samples. If the repetition gives the same
+    numbers, data or model are the cause; if it gives other numbers, the machine is. If the new numbers are
+    not a spike, training uses them."""
     max_in_a_row: PositiveInt = 5
     """End the run if more than this many steps in a row are spikes, or if it goes back to the same checkpoint
     more than this many times."""
@@ -210,7 +212,7 @@ class SpikeConfig(Section):
 
 class _NamedPart(Section):
     """Base class of sections with the name and the options of a registered part, such as a logger. In YAML,
-    the name alone may stand for the section."""
+    the name alone can replace the section."""
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 
@@ -259,8 +261,8 @@ class EngineConfig(Section):
     run_mode: Literal["step", "epoch"] = "step"
     """Count logging, evaluation and saving in optimizer steps or in epochs."""
     accumulate_steps: PositiveInt | None = None
-    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. A value that contradicts
-    them is replaced, with a warning, if it comes from a file; on the command line it is an error."""
+    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. A value in a file that
+    contradicts these sizes is replaced, with a warning; on the command line, it is an error."""
     logging_freq: PositiveInt = 1
     """Optimizer steps between log lines."""
     log_source_loss: Bool = False
@@ -279,9 +281,9 @@ class EngineConfig(Section):
     docs/parallelism.md describes both."""
     hang_timeout: NonNegativeFloat = 600.0
     """Seconds that training, evaluation or generation may go without progress; 0: do not watch. After that,
-    every rank writes to `output_dir/hang` what it is waiting for, one sentence says which rank is missing and
-    where, and `on_hang` decides. Each micro batch is progress. A rank that is still computing or writing on
-    the CPU counts as slow, not as hung."""
+    every rank writes to `output_dir/hang` what it is waiting for, a message says which rank is missing and
+    where, and `on_hang` decides what happens. Each finished micro batch counts as progress. A rank that is
+    still computing or writing on the CPU counts as slow, not as hung."""
     hang_start_timeout: NonNegativeFloat = 300.0
     """The same limit until the first step is done or the checkpoint is loaded; 0: watch only after that."""
     on_hang: Literal["stop", "wait"] = "stop"

@@ -60,7 +60,7 @@ JsonSchema = Annotated[dict[str, Any], Says("a JSON schema (a mapping)")]
 class StructuredOutputs(Section):
     """The format that generated text must have. Exactly one key must be set.
 
-    It needs the package llguidance (`pip install 'ppfleetx[structured]'`).
+    Structured output needs the package llguidance (`pip install 'ppfleetx[structured]'`).
     """
 
     json_schema: JsonSchema | None = None
@@ -68,11 +68,11 @@ class StructuredOutputs(Section):
     json_object: Bool = False
     """Any JSON object."""
     regex: Text | None = None
-    """A text that as a whole matches this regular expression."""
+    """A text that matches this regular expression as a whole."""
     choice: tuple[Text, ...] | None = None
     """One of these texts."""
     grammar: Text | None = None
-    """A text of this grammar, in Lark's notation or in llama.cpp's GBNF."""
+    """A text that this grammar accepts. The grammar is in Lark's notation or in llama.cpp's GBNF."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,8 +112,8 @@ class TokenOptions(Section):
     no_repeat_ngram_size: CountInt = 0
     """No sequence of this many tokens occurs twice, including the prompt; 0: no limit."""
     bad_words: tuple[Text | tuple[CountInt, ...], ...] = ()
-    """Texts or lists of token ids that must not occur. A text is excluded at the start of a word and inside
-    it."""
+    """Texts or lists of token ids that must not occur. A text is excluded both at the start of a word and
+    inside a word."""
     suppress_tokens: tuple[CountInt, ...] = ()
     """Token ids that must not occur."""
     logit_bias: dict[TokenId, Float] = Field(default_factory=dict)
@@ -138,21 +138,22 @@ class GenerationConfig(TokenOptions):
     min_dec_len: CountInt = 0
     """The smallest number of new tokens before an end token."""
     max_dec_len: PositiveInt = 20
-    """The most new tokens."""
+    """The largest number of new tokens."""
     num_return_sequences: PositiveInt = 1
     """Continuations per prompt."""
     num_beams: PositiveInt = 1
     """Beam search: number of beams, in all groups together."""
     num_beam_groups: PositiveInt = 1
-    """Beam search: number of groups of beams, which `diversity_rate` makes different."""
+    """Beam search: number of groups of beams. `diversity_rate` makes the groups differ from each other."""
     diversity_rate: NonNegativeFloat = 0.0
     """Beam search in groups: penalty on a token's log-probability for each beam of an earlier group that took
     the token in the same step (Hugging Face's diversity_penalty)."""
     length_penalty: Float = 0.0
     """Beam search: scores are divided by the length to the power of this number."""
     early_stopping: Bool | Literal["never"] = False
-    """Beam search: true stops when `num_beams` sequences are finished; false stops when the best beam would
-    not be among the results if it ended now; `never` stops when this holds for every length."""
+    """Beam search: true stops when `num_beams` sequences are finished. false stops when the best unfinished
+    beam would not be among the results if it ended now. `never` stops when that beam would not be among the
+    results at any length."""
     eos_token_id: CountInt | tuple[CountInt, ...] | None = None
     """The token that ends a continuation, or a list of such tokens; an empty list: only the length ends it.
     null: the tokenizer's end token, and the end tokens in the `generation_config.json` beside it."""
@@ -161,15 +162,17 @@ class GenerationConfig(TokenOptions):
     forced_eos_token_id: CountInt | None = None
     """The last token of a continuation that reaches `max_dec_len`; null: not forced."""
     prompt_lookup_num_tokens: CountInt = 16
-    """Greedy search for at most 3 prompts at a time: guess up to this many tokens of each from earlier text
-    and check them in one pass; 0: no guesses. It changes the speed, not the text. An exported program guesses
-    if its batch has one prompt, after `min_dec_len` and without a `repetition_penalty`; the server uses
-    `Serve.prompt_lookup_num_tokens`."""
+    """Prompt lookup in greedy search, for at most 3 prompts at a time: propose up to this many tokens per
+    prompt from earlier text, and check them in one pass; 0: off. This changes the speed, not the text. An
+    exported program does so only for a batch of one prompt, after `min_dec_len`, and without a
+    `repetition_penalty`. The server uses `Serve.prompt_lookup_num_tokens` instead."""
     assistant_model: PathText | None = None
-    """Greedy search: a smaller model with the same tokenizer, which proposes tokens that this model checks in
-    one pass; null: none. It changes the speed, not the text. A directory, a GGUF file or `hf:ORG/NAME`."""
+    """Draft model for greedy search: a smaller model with the same tokenizer; null: none. It proposes tokens,
+    and this model checks them in one pass. This changes the speed, not the text. The value is a directory, a
+    GGUF file or `hf:ORG/NAME`."""
     num_assistant_tokens: PositiveInt = 20
-    """The most tokens that the assistant proposes for one pass. It proposes fewer after wrong proposals."""
+    """The largest number of tokens that the assistant proposes for one pass. After wrong proposals, it
+    proposes fewer."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false: recompute them, for comparison."""
     seed: Seed | None = None
@@ -181,8 +184,8 @@ class GenerationConfig(TokenOptions):
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
     logprobs: CountInt | None = None
-    """Return the log-probability of each new token, and of this many of the most likely tokens at its
-    position, by the model alone, before all options; null: none."""
+    """Return log-probabilities: of each new token, and of this many of the most likely tokens at its
+    position; null: none. They come from the model alone, before any option such as a penalty is applied."""
 
     @property
     def end_ids(self) -> tuple[int, ...] | None:
@@ -308,7 +311,7 @@ class InferenceConfig(Section):
     """Use oneDNN's kernels for the operations that have them (CPU). In float32, MKL is as fast."""
     panels: Bool = True
     """For `ppfleetx export` on a CPU: the exported program makes a second copy of its matrices when it is
-    loaded, which speeds up batches and the checking of guessed tokens; false: half the memory."""
+    loaded. The copy speeds up batches and the checking of proposed tokens. false: half the memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
     TensorRT: TensorRTConfig | None = None
@@ -332,17 +335,18 @@ class OfflineEvalConfig(Section):
     cloze_eval: Bool = False
     """Accuracy of the last word of each text, instead of perplexity."""
     cloze_strict: Bool = True
-    """Cloze: all tokens of the last word must be the likeliest; false: only the last token must."""
+    """Cloze: an answer is right if every token of the last word is the most likely one; false: if the last
+    token is."""
     detokenizer: DetokenizerName | None = None
     """Perplexity: rules that remove the benchmark's spaces around punctuation (lambada and none change
     nothing); null: wikitext or ptb if the file's name contains `wiki` or `ptb`, else none."""
     overlapping_eval: PositiveInt = 32
-    """Perplexity: number of tokens by which the window moves. Only these are scored, so a smaller number
-    gives more context and takes more time."""
+    """Perplexity: number of tokens by which the window moves. Only these tokens are scored, so a smaller
+    number gives them more context but takes more time."""
     batch_size: PositiveInt = 8
     """Windows per forward pass, on each data rank; no effect on the result."""
     max_seq_len: PositiveInt = 1024
-    """Tokens per window. Of a longer cloze text, only the end is used."""
+    """Tokens per window. Only the end of a longer cloze text is used."""
     logging_freq: PositiveInt = 10
     """Batches between log lines."""
 
@@ -363,8 +367,8 @@ API_KEY_VARIABLE = "PPFLEETX_API_KEY"
 class ServeConfig(Section):
     """The HTTP server of `ppfleetx serve`.
 
-    Each request brings its own options of generation, with the defaults of OpenAI's API. Of section
-    `Generation`, the server uses only `eos_token_id`.
+    Each request brings its own options of generation, with the defaults of OpenAI's API. The server uses
+    only `eos_token_id` of section `Generation`.
     """
 
     host: Name = "127.0.0.1"
@@ -374,8 +378,9 @@ class ServeConfig(Section):
     model_name: Name = "gpt"
     """Name of the model in requests and answers."""
     adapters: dict[Name, PathText] = Field(default_factory=dict)
-    """Checkpoints with adapters (`Model.lora`) for this model, by the name that requests give as `model`.
-    Each step computes the sequences of one adapter together, and adapters one after another."""
+    """Checkpoints with adapters (`Model.lora`) for this model, by name. A request selects an adapter by
+    giving its name as `model`. Each step computes the sequences with the same adapter together, and the
+    adapters one after another."""
     api_key_env: Text = API_KEY_VARIABLE
     """Environment variable with the key that requests must send (`Authorization: Bearer KEY`). If the default
     variable is not set, no key is needed; a variable named here must be set."""
@@ -383,18 +388,20 @@ class ServeConfig(Section):
     """Special tokens in the text of a prompt, such as `<|endoftext|>`, become their ids, as with OpenAI's
     completions and vLLM; false: they are ordinary text, for prompts from untrusted users."""
     max_batch_size: PositiveInt = 16
-    """The most sequences that grow at the same time, which limits the memory for keys and values."""
+    """The largest number of sequences that are decoded at the same time. It limits the memory of the KV
+    cache."""
     max_waiting: CountInt = 256
-    """The most sequences that wait for a place in the batch; further requests are answered with 429."""
+    """The largest number of sequences that wait for a place in the batch; further requests are answered with
+    429."""
     max_prefill_tokens: PositiveInt = 2048
-    """The most prompt tokens, including padding, to run in one step; a longer prompt is run alone."""
+    """The largest number of prompt tokens, including padding, in one step; a longer prompt is run alone."""
     prefix_cache_tokens: CountInt = 4096
-    """Positions whose keys and values are kept after their sequence has ended, for prompts that begin in the
-    same way: shared system messages, further turns of a chat. The base and each of `adapters` have an equal
-    part of them. 0: none."""
+    """Size of the prefix cache in tokens; 0: no cache. Keys and values are kept after their sequence has
+    ended, for later prompts that begin with the same tokens, such as a shared system message or the next turn
+    of a chat. The base model and each of `adapters` have an equal part."""
     prompt_lookup_num_tokens: CountInt = 16
-    """While at most 3 sequences grow, up to this many tokens of each are guessed from its earlier text and
-    checked in one pass; 0: no guesses. It changes the speed, not the text."""
+    """Prompt lookup: while at most 3 sequences are decoded, propose up to this many tokens of each from its
+    earlier text, and check them in one pass; 0: off. This changes the speed, not the text."""
     chat_template: PathText | None = None
     """Chat template: the name of a template in the tokenizer's directory, or a file; null: the model's
     default template, or a plain one if the model has none."""
@@ -404,7 +411,7 @@ class ServeConfig(Section):
     max_body_bytes: PositiveInt = 1 << 20
     """Size of the largest request body; larger ones are answered with 413."""
     request_timeout: PositiveFloat = 300.0
-    """The most seconds from a request to the end of its answer; after that the answer is 504, or an error at
-    the end of a stream."""
+    """The largest number of seconds from a request to the end of its answer; after that the answer is 504, or
+    an error at the end of a stream."""
     shutdown_timeout: PositiveFloat = 10.0
     """Seconds for running requests to finish after SIGINT or SIGTERM."""

@@ -33,12 +33,13 @@ class LoraConfig(Section):
     """Dropout on the adapters' input."""
     targets: tuple[Text, ...] = tuple(f"*.{name}" for name in BLOCK_LINEARS)
     """Patterns (`*`, `?`, `[...]`) for the canonical names of the linears with an adapter, e.g.
-    `decoder.layers.*.attention.qkv`. Each must match at least one linear of the blocks. By default, all of
-    these have an adapter. Each expert has its own adapter."""
+    `decoder.layers.*.attention.qkv`. Each must match at least one linear of the blocks. By default, all
+    linears of the blocks have an adapter. Each expert has its own adapter."""
     base: PathText | None = None
-    """Checkpoint of the frozen weights (of any plan; also converted from Hugging Face, or from FleetX).
-    Checkpoints of the run then only hold the trained weights and the fingerprint of this checkpoint. null:
-    frozen weights come from `Engine.save_load` like the others, and checkpoints hold all weights."""
+    """Checkpoint of the frozen weights, saved under any plan; it can be converted from Hugging Face or
+    FleetX. Checkpoints of the run then hold only the trained weights and the fingerprint of this checkpoint.
+    null: the frozen weights are loaded through `Engine.save_load` like the trained weights, and checkpoints
+    hold all weights."""
 
     @property
     def scale(self) -> float:

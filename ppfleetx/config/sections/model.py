@@ -62,14 +62,14 @@ class LatentAttentionConfig(Section):
     kv_rank: Size
     """Width of the compressed keys and values."""
     rope_head_dim: Size
-    """Features of each head's query and key with rotary positions, an even number."""
+    """Number of features of each head's query and key that get rotary positions; must be even."""
     nope_head_dim: Size
-    """Features of each head's query and key without positions."""
+    """Number of features of each head's query and key that get no positions."""
     value_head_dim: Size
     """Width of each head's value."""
     norm_epsilon: PositiveFloat = 1e-6
-    """Added to the mean square in the norms of compressed vectors. DeepSeek's programs use 1e-6, whatever the
-    epsilon of the other norms."""
+    """Added to the mean square in the norms of compressed vectors. DeepSeek's code uses 1e-6 here,
+    independently of the epsilon of the other norms."""
 
     @property
     def head_dim(self) -> int:
@@ -90,10 +90,10 @@ class ModelConfig(Section):
     name: Annotated[str, Registered(ARCHITECTURES)] = "GPT"
     """Architecture: GPT, or one of your own (docs/extending.md)."""
     vocab_size: Size
-    """Number of token ids without padding. The table is padded (see the next key); padding never gets
-    probability."""
+    """Number of token ids without padding. The embedding table is padded (see the next key); padding ids
+    never get any probability."""
     vocab_size_divisible_unit: Size = 128
-    """The vocabulary is padded to a multiple of this number, whatever `Distributed.mp_degree`."""
+    """The vocabulary is padded to a multiple of this number, independently of `Distributed.mp_degree`."""
     hidden_size: Size
     """Width of the residual stream."""
     num_layers: NumLayers
@@ -107,8 +107,8 @@ class ModelConfig(Section):
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
     hidden_act: Annotated[str, Registered(ACTIVATIONS)] = "gelu"
-    """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
-    the ReLU, `swiglu` and `geglu_tanh` have a gate, through SiLU or the tanh form of GELU."""
+    """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, and `relu2`
+    squares the ReLU. `swiglu` and `geglu_tanh` are gated, with SiLU and the tanh form of GELU."""
     moe: MoEConfig | None = None
     """Mixtures of experts in place of MLPs; null: none."""
     hidden_dropout_prob: Fraction = 0.1
@@ -118,12 +118,14 @@ class ModelConfig(Section):
     attention_probs_dropout_prob: Fraction = 0.1
     """Dropout on attention probabilities."""
     max_position_embeddings: Size = 1024
-    """Length of the longest sequence; with learned positions, the rows of the table."""
+    """Length of the longest sequence. With learned positions, this is also the number of rows of the
+    table."""
     position_embedding_type: Annotated[str, Registered(POSITIONS)] = "learned_absolute"
     """Position embedding: a learned table, rotary positions of queries and keys (rope), a bias of the scores
     that grows with the distance (alibi), or none."""
     position_offset: CountInt = 0
-    """Learned positions: the table's row for the first token. The table has this many more rows (OPT)."""
+    """Learned positions: the row of the table for the first token. The table has this many extra rows
+    (OPT)."""
     embedding_norm: Bool = False
     """Normalize the word embeddings (BLOOM)."""
     embedding_multiplier: PositiveFloat = 1.0
@@ -142,18 +144,18 @@ class ModelConfig(Section):
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     local_rotary_base: PositiveFloat | None = None
-    """Base of the rotary frequencies in layers with a window, where `rope_scaling` has no effect (Gemma 3);
-    null: as in the other layers."""
+    """Base of the rotary frequencies in layers with an attention window (Gemma 3). `rope_scaling` then has no
+    effect in these layers. null: the same frequencies as in the other layers."""
     rotary_layers: tuple[CountInt, ...] | None = None
     """The layers (from 0) with rotary positions; null: all. SmolLM3 leaves out some layers."""
     rotary_percent: UnitFloat = 1.0
-    """Share of each head with rotary positions: its first `int(rotary_percent * head_dim)` features, an even
-    number."""
+    """Fraction of each head that gets rotary positions: its first `int(rotary_percent * head_dim)` features,
+    which must be an even number."""
     rotary_interleaved: Bool = False
     """Rotary positions rotate pairs of neighboring features (0 and 1, 2 and 3, ...), as in DeepSeek and
     GPT-J; false: feature `i` of the first half of a head is paired with feature `i` of the second half."""
     rope_scaling: RopeScalingConfig | None = None
-    """Stretch the rotary frequencies to longer sequences; null: do not."""
+    """Scale the rotary frequencies for longer sequences; null: do not."""
     normalization: Annotated[str, Registered(NORMS)] = "LayerNorm"
     """Kind of all norms. RMSNorm has no bias; LayerNormNoBias is LayerNorm without a bias. RMSNorm1P and
     LayerNorm1P store the gain minus 1 (Gemma)."""
@@ -162,7 +164,8 @@ class ModelConfig(Section):
     tie_word_embeddings: Bool = True
     """The output head shares the matrix of the word embedding."""
     add_bias_linear: Bool = True
-    """Biases in all linears. The next three keys override this for single places; null: as here."""
+    """Whether all linear layers have biases. The next three keys override this for single layers; null: no
+    override."""
     add_qkv_bias: Bool | None = None
     """Bias of the query/key/value projection."""
     add_out_proj_bias: Bool | None = None
@@ -172,10 +175,10 @@ class ModelConfig(Section):
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
     qk_layernorm: Literal["all_heads", "each_head"] | Bool = False
-    """Normalize the query and the key of each head before rotary positions, with one gain for all heads;
-    `each_head` (Command-R+, StableLM 2): the same with a separate gain for each head and no bias; `all_heads`
-    (OLMo 2): normalize the queries of all heads as one vector with a gain for each element, and the keys
-    likewise, which needs `normalization: RMSNorm`."""
+    """Normalize the query and the key of each head before rotary positions, with one gain that all heads
+    share. `each_head` (Command-R+, StableLM 2) has a separate gain for each head and no bias. `all_heads`
+    (OLMo 2) normalizes the queries of all heads as one vector, with a gain for each element, and the keys
+    likewise; it needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
     """Compute keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null:
     ordinary heads. It needs rotary positions."""
@@ -183,7 +186,7 @@ class ModelConfig(Section):
     """Attention and the MLP both read the layer's input, each through its own norm, and both outputs are
     added to it; false: the MLP reads the sum of the input and attention's output."""
     shared_input_norm: Bool = False
-    """With `parallel_residual`: one norm for both (GPT-J, Falcon, Cohere)."""
+    """With `parallel_residual`: attention and the MLP share one input norm (GPT-J, Falcon, Cohere)."""
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
     pre_norm: Bool = True
@@ -199,15 +202,17 @@ class ModelConfig(Section):
     """Standard deviation of the initial word and position embeddings; null: `initializer_range`. A head with
     its own matrix (`tie_word_embeddings: False`) starts at `initializer_range`."""
     mup_base_width: Size | None = None
-    """Width at which rate and initial values were tuned (muP; Yang et al., 2022); null: this width. For m =
-    `hidden_size / mup_base_width`, the matrices of blocks start at `initializer_range / sqrt(m)` and have
-    the learning rate / m (so that each step decays them by less, too), and logits are divided by m. Heads
-    keep their size."""
+    """Width at which the learning rate and the initial values were tuned (muP; Yang et al., 2022); null: no
+    muP. Let m be `hidden_size / mup_base_width`. The weight matrices of the blocks start with the standard
+    deviation `initializer_range / sqrt(m)`, and their learning rate is divided by m, which also reduces their
+    weight decay per step. Logits are divided by m. Attention heads must keep their size, so a wider model has
+    more heads."""
     scale_output_init: Bool = True
-    """Attention output and second MLP linear start at `initializer_range / sqrt(2 * num_layers)`."""
+    """Start the attention output projection and the second MLP linear with the standard deviation
+    `initializer_range / sqrt(2 * num_layers)`."""
     scale_qk_by_layer_num: Bool = True
-    """Divide the scores by the number of layers, and multiply them again in the softmax, so that fp16 does
-    not overflow. It changes nothing in exact arithmetic, and is not done in fp32."""
+    """Divide the attention scores by the number of layers, and multiply them by it again in the softmax, so
+    that fp16 does not overflow. This changes nothing in exact arithmetic, and is not done in fp32."""
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
     attention_window: Size | None = None
@@ -215,27 +220,27 @@ class ModelConfig(Section):
     attention_window_layers: tuple[CountInt, ...] | None = None
     """The layers (from 0) that have the window; null: all."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
-    """`reference` is plain matmul-softmax-matmul; `flash` is a fused kernel (an error if it cannot run;
-    decoding after cached keys uses the reference); `auto` uses flash if it can run, and logs if not. Flash
-    runs in 16 bits on GPUs of compute capability 8.x and 9.0, with head sizes that are multiples of 8, up to
-    256 (training above 192 needs capability 8.0 or 9.0)."""
+    """Attention kernel. `reference` is plain matmul, softmax, matmul. `flash` is a fused kernel, with an
+    error if it cannot run; decoding with cached keys still uses the reference. `auto` uses flash if it can
+    run, and otherwise logs that it cannot. Flash runs in 16 bits on GPUs of compute capability 8.x and 9.0,
+    with head sizes that are multiples of 8, up to 256 (training above 192 needs capability 8.0 or 9.0)."""
     use_flash_attn: Bool = False
     """FleetX's switch: true uses the flash kernel if the device has one."""
     fused_linear: Bool = False
     """Matrix product and bias in one kernel. This key has no effect: Paddle always does so on a GPU, and has
     no such kernel on a CPU."""
     fused_ops: Literal["auto", "none"] | tuple[FusedName, ...] = "auto"
-    """Fused operators, one kernel in place of several. `auto` uses all operators that this device has and
-    that match plain operators (on a CPU to the last bit) in a trial at the start, and logs them; `none` uses
-    only plain operators; a list uses exactly these, and is an error if one of them cannot run.
-    docs/numerics.md, "Fused operators", has the table."""
+    """Fused operators, each one kernel in place of several. `auto`: all operators that the device has and
+    that match the plain operators in a trial at the start (bitwise on a CPU); the log names them. `none`:
+    only plain operators. A list: exactly these; an error if one of them cannot run. docs/numerics.md, "Fused
+    operators", has the table."""
     fuse_attn_qkv: Bool = True
-    """Queries, keys and values are one weight, grouped per key/value head. This is always so; false only
-    warns."""
+    """Queries, keys and values have one fused weight, grouped per key/value head. This is always so; false
+    only logs a warning."""
     loss_chunks: PositiveInt = 1
-    """Compute output head and loss for this many groups of positions one after another, so that not all
-    logits are in memory at once. This saves most of 3 to 4 tensors of `4 x positions x vocabulary` bytes, and
-    keeps one more gradient of the head's weight between the passes. 1: all positions at once. 4 to 16 are
+    """Compute the output head and the loss in this many chunks of positions, one after another, so that only
+    one chunk of the logits is in memory. This saves most of 3 to 4 tensors of `4 x positions x vocabulary`
+    bytes, but keeps one more gradient of the head's weight between the passes. 1: no chunks; 4 to 16 are
     useful. Losses differ only by rounding."""
     use_recompute: Bool = False
     """Recompute activations in the backward pass instead of keeping them."""
@@ -265,7 +270,8 @@ class ModelConfig(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's activation has a gate (SwiGLU), which doubles the width of its first layer."""
+        """Whether the MLP's activation has a gate (SwiGLU), which doubles the width of the MLP's first
+        layer."""
         return ACTIVATIONS.traits(self.hidden_act).gated
 
     @property
@@ -319,8 +325,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """The section ``moe`` in a normalized form, which is equal for two models with the same network. None
-        if the model is dense."""
+        """A normalized copy of the section ``moe``; None if the model is dense. Two models with the same
+        network have equal copies."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property

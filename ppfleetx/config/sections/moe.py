@@ -19,7 +19,7 @@ from ppfleetx.config.field_types import (
 )
 
 BATCH_LOSSES = ("switch", "gshard", "pooled")
-"""Kinds of balancing loss that need the experts' loads of a whole step."""
+"""Kinds of balancing loss that need the load of each expert over the whole global batch."""
 
 
 def is_router_load(name: str) -> bool:
@@ -33,14 +33,14 @@ class RouterConfig(Section):
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts: the softmax of a position's logits over all experts, or the sigmoid of each."""
     normalize: Bool = True
-    """Divide the weights of the chosen experts by their sum. With softmax that equals the softmax of the
-    chosen logits alone (Mixtral, Qwen3-MoE, Megatron-LM's default); false: the weights are the scores
-    (Qwen2-MoE)."""
+    """Divide the weights of the chosen experts by their sum; false: use the scores as weights (Qwen2-MoE).
+    With softmax scores, true gives the softmax over the chosen logits alone (Mixtral, Qwen3-MoE,
+    Megatron-LM's default)."""
     scale: PositiveFloat = 1.0
     """Multiply the weights by this (DeepSeek's `routed_scaling_factor`)."""
     bias: Bool = False
-    """A number for each expert that is added to its score for the choice, but not to its weight
-    (DeepSeek-V3). It has no gradient; `Model.moe.bias_update_rate` moves it."""
+    """Give each expert a bias that is added to its score when experts are chosen, but not to its weight
+    (DeepSeek-V3). The bias has no gradient; `Model.moe.bias_update_rate` updates it."""
     num_groups: Size | None = None
     """Number of equal groups of experts; a position chooses among the experts of its best groups. null: among
     all experts."""
@@ -53,11 +53,10 @@ class RouterConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """The shared experts, as one MLP that every position uses in addition to its chosen experts. `ffn_size`
-    is the width of all shared experts together."""
+    """All shared experts as one MLP, which every position uses in addition to its chosen experts."""
 
     ffn_size: Size
-    """Inner width."""
+    """Inner width of all shared experts together."""
     gate: Bool = False
     """Multiply the output by a sigmoid of a projection of the hidden states (Qwen2-MoE)."""
 
@@ -71,11 +70,11 @@ class BalanceLossConfig(Section):
     """
 
     kind: Literal["sequence", "switch", "gshard", "pooled", "none"] = "sequence"
-    """`sequence`: f and P are computed for each sequence, so that the loss is the same under every plan and
-    micro batch size. The other kinds need f of the global batch, which is only known after the step; so they
-    use f of the previous step, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each
-    layer, from first choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean
-    over the layers (Hugging Face)."""
+    """`sequence`: f and P are computed for each sequence, so the loss is the same under every plan and micro
+    batch size. The other kinds need f over the global batch, which is known only after the step. They use f
+    of the previous step, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each layer,
+    from first choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean over
+    the layers (Hugging Face)."""
     weight: NonNegativeFloat = 0.01
     """Factor of the loss."""
 
@@ -124,7 +123,8 @@ class MoEConfig(Section):
     2022)."""
     bias_update_rate: NonNegativeFloat = 0.0
     """After each step, raise `router.bias` by this number for experts with less than the mean load, and lower
-    it for experts with more. This balances without a loss (needs `router.bias`; 0.001 in DeepSeek-V3)."""
+    it for experts with more. This balances the load without a loss. Needs `router.bias`; DeepSeek-V3 uses
+    0.001."""
     capacity: CapacityConfig | None = None
     """Limit on an expert's positions; null: nothing is dropped."""
 

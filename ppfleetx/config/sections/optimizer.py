@@ -48,22 +48,22 @@ class LRConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Lowest learning rate after the warm-up."""
     unit: Literal["step", "sample"] = "step"
-    """What `warmup_steps`, `decay_steps`, `wsd_decay_steps` and the curve of `weight_decay_schedule` count:
-    optimizer steps, or training samples, as Megatron-LM does with `--train-samples`. They differ where the
-    batch grows (`Global.rampup_batch_size`). Steps without an update do not count."""
+    """The unit of `warmup_steps`, `decay_steps`, `wsd_decay_steps` and the curve of `weight_decay_schedule`:
+    optimizer steps, or training samples as with Megatron-LM's `--train-samples`. The unit matters if the
+    batch size grows (`Global.rampup_batch_size`). Steps without an update do not count."""
     decay_steps: PositiveInt | None = None
     """Optimizer step (or sample) after which the rate is `min_lr`; null: all of the run."""
     warmup_steps: CountInt | None = None
-    """Optimizer steps of the warm-up (or samples); excludes `warmup_rate`."""
+    """Length of the warm-up in optimizer steps (or samples); not together with `warmup_rate`."""
     warmup_rate: Fraction | None = None
-    """Warm-up as a fraction of `decay_steps`; excludes `warmup_steps`."""
+    """Length of the warm-up as a fraction of `decay_steps`; not together with `warmup_steps`."""
     wsd_decay_steps: PositiveInt | None = None
     """Length of the final decay of `wsd`; null: a tenth of `decay_steps`."""
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of `wsd`."""
 
     def length_of(self, steps: int, batch: BatchPlan) -> int:
-        """The number of optimizer steps ``steps`` from the start of a run, in the schedule's ``unit``."""
+        """Convert the length of the first ``steps`` optimizer steps of a run to the schedule's ``unit``."""
         return batch.consumed_after(steps) if self.unit == "sample" else steps
 
     @property
@@ -126,7 +126,7 @@ class WeightDecayScheduleConfig(Section):
     """
 
     start: NonNegativeFloat
-    """Weight decay one step before the first."""
+    """Weight decay at step 0, one step before the first step."""
     end: NonNegativeFloat
     """Weight decay at the last step."""
     style: Literal["constant", "linear", "cosine"] = "linear"
@@ -154,7 +154,7 @@ class MuonConfig(Section):
     momentum: Fraction = 0.95
     """Decay of the momentum."""
     nesterov: Bool = True
-    """Orthogonalize (1 - momentum) g + momentum m; False: m."""
+    """Orthogonalize `(1 - momentum) * g + momentum * m`; False: orthogonalize `m`."""
     scale: MuonScale = "match_rms_adamw"
     """Factor of the update of a matrix [out, in]. `match_rms_adamw`: 0.2 sqrt(max(out, in)), so that learning
     rates for AdamW can be kept; `original`: sqrt(max(1, out / in)); `spectral`: sqrt(max(out, in));
@@ -170,8 +170,8 @@ class MuonConfig(Section):
     epsilon: PositiveFloat = 1e-7
     """Smallest norm that a matrix is divided by."""
     newton_schulz_dtype: Literal["float32", "auto"] = "float32"
-    """Type of the operands of the iterations' products. `auto`: bfloat16 if the device computes in it, as
-    PyTorch's Muon does; else float32."""
+    """Data type in which the iterations multiply matrices. `auto`: bfloat16 (as in PyTorch's Muon) if the
+    device supports it, else float32."""
 
     def violations(self) -> Iterator[RuleError]:
         rules = {"quintic": 5, "aol": 4}
@@ -196,7 +196,7 @@ class ParamGroupConfig(Section):
     lr_factor: NonNegativeFloat = 1.0
     """Factor of the learning rate."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay in every step, also of biases and norms; null: as for other parameters."""
+    """Weight decay of the group in all steps, also for biases and norms; null: as for other parameters."""
     optimizer: Annotated[str, Registered(OPTIMIZERS)] | None = None
     """Another optimizer; null: `Optimizer.name`."""
     beta1: Fraction | None = None
@@ -243,7 +243,7 @@ class OptimizerConfig(Section):
     epsilon: PositiveFloat = 1e-8
     """AdamW: added to the root of the second moment."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """Options of an optimizer of your own: those it was registered with."""
+    """For an optimizer of your own: the options it was registered with."""
     muon: MuonConfig = MuonConfig()
     groups: tuple[ParamGroupConfig, ...] = ()
     """Groups of parameters with their own rates, decays or optimizers."""

@@ -121,7 +121,7 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
     """Return a configuration for each data set in ``Data.<mode>.sets``, by the set's name, in order.
 
-    Without ``sets``, the result is ``{None: cfg}``. It is empty if ``Data.<mode>`` is null.
+    Without ``sets``, the result is ``{None: cfg}``. The result is empty if ``Data.<mode>`` is null.
     """
     section = getattr(cfg.Data, mode)
     if section is None:

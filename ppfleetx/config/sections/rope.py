@@ -1,4 +1,4 @@
-"""Configuration section ``Model.rope_scaling``: rotary frequencies stretched for longer sequences."""
+"""Configuration section ``Model.rope_scaling``: rotary frequencies scaled for longer sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ppfleetx.config.field_types import (
 )
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of Llama 3.1 to 3.3, except ``factor``. Megatron-LM's ``--use-rope-scaling`` has the same."""
+"""The constants of Llama 3.1 to 3.3, except ``factor``. Megatron-LM's ``--use-rope-scaling`` uses the same
+ones."""
 # The keys that each type needs, and those it may have.
 _NEEDED = {
     "linear": (),
@@ -40,11 +41,11 @@ REFUSED_TYPES = {
 
 
 class RopeScalingConfig(Section):
-    """Stretching of the rotary frequencies, so that a model can read longer sequences than it was trained on.
+    """Scaling of the rotary frequencies, so that a model can read longer sequences than it was trained on.
 
     Names, meanings and defaults are those of `rope_scaling` (or `rope_parameters`) in a Hugging Face
-    `config.json`. `Model.max_position_embeddings` is the length after stretching; it does not affect the
-    frequencies.
+    `config.json`. `Model.max_position_embeddings` is the longest sequence after scaling; it does not
+    affect the frequencies.
     """
 
     type: Literal["linear", "yarn", "llama3", "longrope"]
@@ -56,23 +57,23 @@ class RopeScalingConfig(Section):
     """Factor by which sequences become longer; low frequencies are divided by it. In longrope it only
     determines the default of `attention_factor`."""
     original_max_position_embeddings: Size | None = None
-    """Longest sequence before stretching (required for yarn, llama3 and longrope)."""
+    """Longest sequence before scaling (required for yarn, llama3 and longrope)."""
     short_factor: tuple[PositiveFloat, ...] | None = None
-    """longrope: what each frequency is divided by in sequences up to `original_max_position_embeddings`."""
+    """longrope: the divisor of each frequency in sequences up to `original_max_position_embeddings`."""
     long_factor: tuple[PositiveFloat, ...] | None = None
-    """longrope: what each frequency is divided by in longer sequences."""
+    """longrope: the divisor of each frequency in longer sequences."""
     low_freq_factor: PositiveFloat | None = None
     """llama3: a frequency that makes fewer turns than this in the original length is divided by `factor`."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: a frequency that makes more turns than this stays; between the two bounds, it is divided in
-    part."""
+    """llama3: a frequency that makes more turns than this does not change. A frequency between the two bounds
+    is divided in part."""
     beta_fast: PositiveFloat | None = None
     """yarn: a frequency that makes more turns than this in the original length does not change; null: 32."""
     beta_slow: PositiveFloat | None = None
     """yarn: a frequency that makes fewer turns than this is divided by `factor`; null: 1."""
     attention_factor: PositiveFloat | None = None
-    """yarn, longrope: factor of cos and sin, so that scores are multiplied by its square; null: in yarn `0.1
-    ln(factor) + 1`, or the value from the next two keys; in longrope `sqrt(1 + ln(factor) / ln(original
+    """yarn, longrope: factor of cos and sin, so that scores are multiplied by its square. null: in yarn, `0.1
+    ln(factor) + 1`, or the value from the next two keys; in longrope, `sqrt(1 + ln(factor) / ln(original
     length))`."""
     mscale: NonNegativeFloat | None = None
     """yarn, with the next key: the attention factor is `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
@@ -95,8 +96,8 @@ class RopeScalingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Validator that refuses types of scaling that are not supported, and fills in the defaults of the
-        others."""
+        """Validator that refuses unsupported types of scaling, and fills in the defaults of the supported
+        ones."""
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:
