@@ -85,9 +85,8 @@ class Conversation:
         pieces: list[str] = []
 
         def take(_prompt: int, _copy: int, piece: str) -> None:
-            piece = (
-                piece if pieces else piece.lstrip()
-            )  # the prompt can end before a space, which the model then generates
+            # The prompt can end before a space, which the model then generates.
+            piece = piece if pieces else piece.lstrip()
             if piece:
                 pieces.append(piece)
                 on_text(piece)

@@ -146,8 +146,7 @@ class StdlibCorpus(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Index(ConfigOptions):
-    """Build the index maps of a configuration's data sets. The maps list the samples in the order of
-    training.
+    """Build the index maps of a configuration's data sets, which list the samples in training order.
 
     A run then reads the maps from Data.<mode>.dataset.cache_dir, or from beside the corpus, and starts at
     once. The command prints the number of samples and a hash of their order: equal hashes mean the same

@@ -1,5 +1,4 @@
-"""Settings that ``ppfleetx finetune`` uses by default, and settings that the option ``--max-steps``
-changes."""
+"""Settings that ``ppfleetx finetune`` uses by default, and settings that ``--max-steps`` changes."""
 
 from __future__ import annotations
 

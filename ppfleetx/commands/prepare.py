@@ -121,8 +121,7 @@ class Prepare(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizer(Command):
-    """Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text, or folders of such
-    files."""
+    """Train a byte-level BPE tokenizer on json lines (.gz, .zst), plain text, or folders of such files."""
 
     input: tuple[str, ...] = option("files and folders", default=MISSING, metavar="PATH")
     vocab_size: int = option("tokens, special ones included", default=MISSING)

@@ -56,7 +56,7 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Return the ``num_results`` best continuations of every prompt of ``session``: first those of the first
+    """Return the ``num_results`` best continuations of every prompt of ``session``: those of the first
     prompt, best first, then those of the second, and so on. ``rules`` are applied to log-probabilities, not
     to logits. ``max_new_tokens`` has one limit per prompt, at least 1. ``num_results`` is at most
     ``options.num_beams``."""

@@ -66,8 +66,7 @@ class CallRecord:
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.
-        helper: the main thread waits for the threads of this process whose names begin with this; "" if it
-            waits for none.
+        helper: prefix of the names of the threads for which the main thread waits; "" if it waits for none.
         polls: whether the main thread polls the other ranks while it waits for these threads.
         failed, failure: the last call that failed, and its error; None if no call has failed.
     """

@@ -89,7 +89,7 @@ class ReportDir:
                 return act()
             return None
 
-        # The thread of the directory calls `act`, because a broken disk can block the call forever.
+        # `act` runs in the directory's own thread, because a broken disk can block the call forever.
         self._work.put(lambda: answer.put(guarded()))
         try:
             return answer.get(timeout=PATIENCE_SECONDS)

@@ -164,7 +164,7 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the values of the last steps in a form for JSON, so that a resumed run detects the same
+        """Return the values of the last steps as a JSON object, so that a resumed run detects the same
         spikes."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 

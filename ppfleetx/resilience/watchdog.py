@@ -55,7 +55,7 @@ class Limits:
 
 
 def own_process() -> tuple[str, int, float]:
-    """Return this process's machine, process id and start time. :func:`remember_peers` needs them of all
+    """Return this process's machine, process id and start time. :func:`remember_peers` needs them from all
     ranks."""
     return machine_id(), os.getpid(), birth_of(os.getpid())
 
