@@ -1,7 +1,7 @@
-"""The commands of ppfleetx, one module for each verb or group of verbs.
+"""The commands of ppfleetx: one module for each verb (subcommand) or group of verbs.
 
-Importing this package enables all commands to read FleetX checkpoints. All functions raise a UserError
-(`config/errors.py`) for a mistake of the user.
+Importing this package enables all commands to read FleetX checkpoints. All functions raise UserError
+(`config/errors.py`) if the user made a mistake.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """Opens checkpoints of other toolkits for the checkpoint package."""
+    """Recognizes checkpoints of other toolkits, and opens those of FleetX, for the checkpoint package."""
 
-    # These modules are slow to import, so they are imported only for a directory that is not in our format.
+    # The conversion modules are slow to import, so they are imported only for a directory that is not in the
+    # format of ppfleetx.
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import TextGenerator
 
 DEFAULT_NEW_TOKENS = 512
-"""The most tokens of an answer if -o Generation.max_dec_len sets no limit."""
+"""The limit on the tokens of an answer if -o Generation.max_dec_len does not set one. A larger limit in the
+checkpoint's configuration is kept."""
 _QUOTES = '"""'
 HELP = """\
 /system TEXT  set the system message and start over; without TEXT: none
@@ -47,7 +48,7 @@ class Conversation:
     Attributes:
         generator: the model.
         template: the chat template, which turns messages into a prompt.
-        options: settings of answers; ``max_dec_len`` limits the tokens of an answer.
+        options: the generation settings; ``max_dec_len`` limits the tokens of an answer.
         seed: the seed of the next answer. Each answer increases it by 1.
         system: the system message; None if there is none.
         turns: the messages and answers so far, oldest first.
@@ -64,9 +65,9 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message to the conversation, and let the model answer it. ``on_text`` gets each piece of the
-        answer. Ctrl-C stops the answer; the text so far stays in the conversation. Returns facts about the
-        answer, such as whether it was cut off.
+        """Add a message to the conversation, and let the model answer it. Returns facts about the answer,
+        such as whether it was cut off. ``on_text`` is called with each new piece of the answer. Ctrl-C
+        stops the answer; its text so far stays in the conversation.
 
         Raises:
             ChatError: the chat template refuses the message, or the message is too long. The conversation is
@@ -84,7 +85,8 @@ class Conversation:
         pieces: list[str] = []
 
         def take(_prompt: int, _copy: int, piece: str) -> None:
-            piece = piece if pieces else piece.lstrip()  # a template may end before a space
+            # The prompt can end before a space, which the model then generates.
+            piece = piece if pieces else piece.lstrip()
             if piece:
                 pieces.append(piece)
                 on_text(piece)
@@ -105,8 +107,8 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Return the conversation's token ids, and how many of the oldest messages were dropped to fit. These
-        are removed from :attr:`turns`."""
+        """Return the conversation's token ids, and how many of the oldest messages were removed from
+        :attr:`turns` to fit the model's positions."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -166,7 +168,7 @@ def _options(cfg: RunConfig) -> GenerationConfig:
             f"Generation.{key}",
             "chat shows one answer while it is generated: use sampling or greedy_search, and one sequence",
         )
-    # The number in a checkpoint's configuration was meant for samples in training and rarely suits answers.
+    # A checkpoint's max_dec_len was chosen for samples during training. It is often too short for answers.
     is_given = is_argument(cfg.origins.get("Generation.max_dec_len", ""))
     limit = section.max_dec_len if is_given else max(DEFAULT_NEW_TOKENS, section.max_dec_len)
     return section.model_copy(update={"max_dec_len": limit, "seed": None})
@@ -235,7 +237,8 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Yield what the user enters as (text, whether it is a command). A text may have several lines."""
+        """Yield each message or command that the user enters, as (text, whether it is a command). A message
+        can have several lines."""
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False

@@ -1,4 +1,4 @@
-"""The verbs that turn a checkpoint into another model: ``quantize``, ``prune`` and ``upcycle``.
+"""The verbs that make a new model from a checkpoint: ``quantize``, ``prune`` and ``upcycle``.
 
 ``--help`` imports only this file: each verb imports its implementation when it runs.
 """
@@ -34,8 +34,8 @@ _LONGEST = 512  # tokens per window
 
 @dataclass(frozen=True, kw_only=True)
 class RewritingOptions(OptionalConfigOptions):
-    """Base class of verbs (subcommands) that turn a checkpoint into another model. It has the options for
-    input and output."""
+    """Base class of verbs (subcommands) that make a new model from a checkpoint. It has the options for input
+    and output."""
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
@@ -60,8 +60,8 @@ class ShrinkingOptions(RewritingOptions):
     )
 
     def check(self) -> None:
-        """Raise ConfigError if the output directory is not empty or cannot be written, or if several
-        processes were started.
+        """Raise ConfigError if more than one process was started. Also check the output directory, as the
+        base class does.
         """
         super().check()
         if world_size() > 1:

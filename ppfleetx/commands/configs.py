@@ -1,4 +1,5 @@
-"""Implement ``ppfleetx configs`` (list, copy configurations) and ``ppfleetx completion`` (for shells)."""
+"""Implement ``ppfleetx configs``, which lists and copies configurations, and ``ppfleetx completion``, which
+prints a completion script for a shell."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ examples:
 
 
 def table() -> str:
-    """Return a table of the shipped configurations: name, parameters, cards, purpose."""
+    """Return a table of the shipped configurations: name, number of parameters, number of cards, purpose."""
     from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs

@@ -1,4 +1,5 @@
-"""Implement ``ppfleetx convert`` (between checkpoint formats) and ``ppfleetx merge`` (adapters)."""
+"""Implement ``ppfleetx convert``, which converts checkpoints between formats, and ``ppfleetx merge``, which
+merges adapters into the weights."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from ppfleetx.config.errors import ConfigError
 class Convert(Command):
     """Convert checkpoints from Hugging Face, GGUF, FleetX or Megatron-LM to ppfleetx, Hugging Face or GGUF.
 
-      --from hf        a directory of transformers, or a Llama of PaddleNLP and PaddleFormers (safetensors,
-                       pytorch_model.bin or model_state.pdparams, sharded or not), of a model_type below
-      --from gguf      a file of llama.cpp: Llama and Mistral, Qwen2, Qwen3, GPT-2, GPT-NeoX, of any element
-                       type that the library gguf knows
+      --from hf        a directory that transformers saved, or a Llama of PaddleNLP or PaddleFormers. The
+                       files are safetensors, pytorch_model.bin or model_state.pdparams, sharded or not. The
+                       model_type must be listed below
+      --from gguf      a GGUF file of llama.cpp: Llama, Mistral, Qwen2, Qwen3, GPT-2 or GPT-NeoX, with any
+                       element type that the library gguf can read
       --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
       --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
       --from ppfleetx  anything Engine.save_load.ckpt_dir accepts
@@ -108,7 +110,8 @@ class Convert(Command):
 
 
 def parse_plan(text: str) -> dict[str, int]:
-    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2`` to degrees by name."""
+    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2``. Returns the degrees by name. Raises
+    ConfigError if the text is not such a plan."""
     degrees = {}
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")

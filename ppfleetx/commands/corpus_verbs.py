@@ -1,4 +1,5 @@
-"""The verbs for tokenized corpora: inspect, merge, convert, index, and make one from Python's sources."""
+"""The verbs for corpora: inspect, merge, convert and index tokenized corpora, and make a text corpus from the
+source files of Python."""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ def _size(prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibCorpus(Command):
-    """Write the source files of this Python's standard library as json lines: a corpus to try things with,
-    without a download.
+    """Write the source files of this Python's standard library as json lines. This is a text corpus for
+    experiments, which needs no download.
     """
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
@@ -145,11 +146,11 @@ class StdlibCorpus(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Index(ConfigOptions):
-    """Build the index maps of a configuration, which list its samples in the order of training.
+    """Build the index maps of a configuration's data sets, which list the samples in training order.
 
     A run then reads the maps from Data.<mode>.dataset.cache_dir, or from beside the corpus, and starts at
-    once. This prints the number of samples and a hash of their order: equal hashes mean the same samples in
-    the same order.
+    once. The command prints the number of samples and a hash of their order: equal hashes mean the same
+    samples in the same order.
     """
 
     def run(self) -> None:

@@ -14,8 +14,8 @@ from ppfleetx.utils.launcher_env import world_size
 
 @dataclass(frozen=True, kw_only=True)
 class Export(ModelOptions):
-    """Export a checkpoint as a stand-alone program that generates text. The checkpoint may come from any
-    parallel plan.
+    """Export a checkpoint as a stand-alone program that generates text. Checkpoints of all parallel plans can
+    be exported.
     """
 
     examples = """\

@@ -44,7 +44,8 @@ examples:
     )
 
     def refuse_mistakes(self) -> None:
-        """Do nothing: other verbs stop here at mistakes, but doctor reports them in its table."""
+        """Do nothing. Other verbs raise an error here for a mistake of the user; doctor lists the mistake
+        in its table instead."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Check the network between machines, launch the ranks, and print a table of all findings."""
@@ -110,8 +111,8 @@ def _check_single_process(target: Target) -> list[Row]:
 
 
 def _target(options: Doctor) -> Target:
-    """Return what the checks examine: this process's rank and device, and the configuration. If the
-    configuration cannot be read, the result has a report row that says why."""
+    """Return the target of the checks: this process's rank and device, and the configuration. If the
+    configuration cannot be read, the target has a row for the table that says why."""
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
     from ppfleetx.doctor.results import Target, fail

@@ -74,6 +74,7 @@ class Accuracy:
         strict: whether the model must predict all tokens of the last word, not only the last one.
         num_examples: the number of texts.
         num_correct: the number of texts whose last word is predicted; NaN if a logit was not finite.
+        accuracy: num_correct / num_examples.
     """
 
     file: str
@@ -94,8 +95,8 @@ def run(options: Evaluate) -> None:
 
 
 def _shorter_windows(job: ModelSource) -> list[Setting]:
-    """Return settings that shorten the evaluation's windows to the number of positions of the model. Empty if
-    the windows fit already or the user set their length.
+    """Return settings that shorten the evaluation's windows to the model's number of positions. The list is
+    empty if the windows fit already, or if the user set their length.
     """
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
@@ -215,8 +216,8 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """Compute the perplexity or the accuracy from ``total``, the sum over all ``windows``: of negative log
-    probabilities for ``SlidingWindows``, or of correct predictions for ``LastWords``."""
+    """Compute the perplexity (for ``SlidingWindows``) or the accuracy (for ``LastWords``). ``total`` is the
+    result of :func:`sum_over_windows` for these ``windows``."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)

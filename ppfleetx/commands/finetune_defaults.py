@@ -1,4 +1,4 @@
-"""Defaults of ``ppfleetx finetune``, and what the option ``--max-steps`` changes in a configuration."""
+"""Settings that ``ppfleetx finetune`` uses by default, and settings that ``--max-steps`` changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.utils.log import configure_logging, get_logger
 
 EPOCHS = 3
 BATCH = 8
-"""The smallest number of sequences per step on each data-parallel rank."""
+"""Sequences per step on each data-parallel rank, rounded up to a multiple of the micro batch size."""
 FULL_RATE, ADAPTER_RATE = 5e-5, 5e-4
 _LENGTH_KEYS = ("Engine.max_steps", "Engine.run_mode", "Engine.num_train_epochs")
 _BATCH_KEYS = (
@@ -37,8 +37,8 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Return settings that suit finetuning, such as run length, batch size and learning rate. They replace
-    values in ``config``. Keys that the user has set in the overrides ``given`` are left out."""
+    """Return the default settings of finetuning, such as run length, batch size and learning rate. They
+    replace values in ``config``. Keys that the user has set in the overrides ``given`` are left out."""
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
 

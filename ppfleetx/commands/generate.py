@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
     from ppfleetx.generation.speculative_decoding import Assistant
 
-_LONGEST_PROMPT = 1 << 24  # bytes to read of a file, to find out whether it holds earlier results
+_LONGEST_PROMPT = 1 << 24  # bytes of an existing output file to search for earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
@@ -115,7 +115,8 @@ def check_plan(cfg: RunConfig) -> None:
     if plan.sequence_parallel:
         why = "generation does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
         raise cfg.error("Model.sequence_parallel", why)
-    # Experts cannot be spread over data ranks, which end after different numbers of tokens.
+    # Experts cannot be spread over data-parallel ranks, because these finish after different numbers of
+    # tokens.
     if plan.mp % (plan.ep * plan.emp):
         raise cfg.error(
             "Distributed.ep_degree",
@@ -158,8 +159,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Raise ConfigError if results cannot be written to ``path``. A file there may be replaced only if it is
-    empty or has earlier results, which are recognized by the bytes ``mark``."""
+    """Raise ConfigError if results cannot be written to ``path``. An existing file is replaced only if it is
+    empty or contains ``mark``, the bytes by which earlier results are recognized."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -225,11 +226,10 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer that ``Data.tokenizer`` names, or else the one stored in or beside the checkpoint.
-    The stored one is also used if a run was moved and the named directory no longer exists."""
+    The stored tokenizer is also used if the named directory no longer exists because the run was moved."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
-    # A run that was moved may name a directory that no longer exists.
     is_gone = named is not None and named.dir is not None and not Path(named.dir).exists()
     names_none = named is None or not (named.dir or named.tokenizer_file or named.vocab_file)
     written_in = Path(cfg.origins.get("Data.tokenizer.dir", "").rpartition(":")[0])

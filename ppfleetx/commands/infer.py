@@ -90,8 +90,9 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """Return the section ``Generation`` of ``cfg``. Keys that were not given take their value from
-    ``exported``, the settings stored with the exported model, or else the default.
+    """Return the generation settings for an exported model. A key that the user gave keeps its value from
+    ``cfg.Generation``. Any other key has its value from ``exported``, the settings stored with the exported
+    model, or else the default.
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:

@@ -1,4 +1,4 @@
-"""Prepare a process: first read and check the configuration, and then import Paddle, which takes seconds."""
+"""Prepare a process: read and check the configuration, and only then import Paddle, which takes seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
     """Read a configuration, refuse it if it cannot run, choose the device and connect the ranks. Returns the
-    configuration, and this process's place in the job.
+    configuration and this process's parallel context.
 
     Args:
         reads: the sections of ``Data`` that the program will read, such as ``Train``.
@@ -43,7 +43,7 @@ def start_process(
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
     """Refuse the loaded configuration ``cfg`` if it cannot run; otherwise choose the device and connect the
-    ranks. Returns ``cfg`` and this process's place in the job.
+    ranks. Returns ``cfg`` and this process's parallel context.
 
     Args:
         reads: the sections of ``Data`` that the program will read, such as ``Train``.
@@ -109,7 +109,7 @@ def made_directory(cfg: RunConfig, key: str) -> Path:
 
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:
-    """Raise an error if the configuration names weights of another toolkit that must be converted first."""
+    """Raise UserError if the configuration names weights of another toolkit that must be converted first."""
     if any(weight_sources(cfg)):
         from ppfleetx.conversion.detect import refuse_foreign  # slow to import, because it knows many formats
 
@@ -120,7 +120,7 @@ def _will_be_loaded(key: str, cfg: RunConfig, *, trains: bool) -> bool:
     """Return whether the program will load the weights that the configuration key ``key`` names."""
     if key == "Model.lora.base":
         return True
-    if not trains:  # Engine.save_load.init_from has the weights that the run once started from
+    if not trains:  # init_from only names the weights from which the run once started
         return key == CKPT_DIR
     # A run that resumes loads the weights of its own checkpoint.
     goes_on = cfg.Engine.save_load.resume and newest_complete(output_dir_of(cfg)) is not None

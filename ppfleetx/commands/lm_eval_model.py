@@ -26,9 +26,9 @@ _DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint as a model of lm-evaluation-harness. If context and continuation are too long for the
-    model, the beginning of the context is cut off. A continuation that is too long by itself cannot be
-    scored: this raises DataError.
+    """Adapts a checkpoint to the model interface of lm-evaluation-harness. If context and continuation are
+    too long for the model, the beginning of the context is cut off. If the continuation alone is too long,
+    scoring raises DataError.
 
     Args:
         vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
@@ -57,7 +57,8 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text that the model is to continue. No end-of-text token is appended, even if the
         tokenizer normally appends one."""
-        # BOS comes first if transformers puts it there, as with the harness's own add_bos_token=True.
+        # BOS is prepended if transformers prepends it. The harness's own models do so with
+        # add_bos_token=True.
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 

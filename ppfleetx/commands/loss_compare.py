@@ -1,4 +1,4 @@
-"""Implement ``ppfleetx compare``: the losses of two runs."""
+"""Implement ``ppfleetx compare``, which compares the losses of two runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference of two runs in one quantity, and the step at which it occurs."""
+    """The largest relative difference between two runs in one quantity, and the step at which it occurs."""
 
     key: str
     largest: float

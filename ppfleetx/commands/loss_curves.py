@@ -33,8 +33,8 @@ class Plot(Command):
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of steps and evaluations from a metrics file, or from the one in a run's directory. An
-    incomplete last line is ignored.
+    """Read the records of steps and evaluations from a run. ``path`` is its metrics file, or the directory
+    that contains the file. An incomplete last line is ignored.
 
     Raises:
         DataError: there is no such file, a line is not a record, or there is no training step.
@@ -60,9 +60,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Read the records of training steps from a metrics file, or from the one in a run's directory. An
-    incomplete last line is ignored. Raises DataError if there is no such file, a line is not a record, or
-    there is no training step."""
+    """Read only the records of training steps from a run: its metrics file, or the directory that contains
+    the file. Raises the same errors as :func:`read_records`."""
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 
@@ -78,7 +77,8 @@ def _record(line: str) -> Record | None:
 
 
 def number(record: Record, key: str) -> float:
-    """Return a number of a record as a float. Null, which stands for a non-finite number, becomes NaN."""
+    """Return the value of ``key`` in a record as a float. Null, which stands for a non-finite number, becomes
+    NaN."""
     return math.nan if record[key] is None else float(record[key])
 
 

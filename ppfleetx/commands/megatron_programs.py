@@ -60,9 +60,9 @@ def run_paddleformers(argv: Sequence[str]) -> None:
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train with the arguments of another toolkit. ``translate`` makes our configuration from the arguments
-    and the number of processes. With ``--check``, only a report on the configuration is printed; with
-    ``--help``, only ``usage``."""
+    """Train with the arguments of another toolkit. ``translate`` converts the arguments and the number of
+    processes to our configuration. With ``--check``, only a report on the configuration is printed. With
+    ``--help``, only ``usage`` is printed."""
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
         return
@@ -79,8 +79,8 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Split arguments into (whether ``--check`` is given, number of processes or None, arguments of the other
-    toolkit)."""
+    """Separate our arguments from those of the other toolkit. Returns (whether ``--check`` is given, number
+    of processes or None, the other toolkit's arguments)."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -203,7 +203,8 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text_to_encode(output_dir: Path, extracted: Path) -> Path:
-    """Return the text file to encode. If missing, it is made from WikiExtractor's output ``extracted``."""
+    """Return the text file to encode. A missing file is made from ``extracted``, the output of
+    WikiExtractor."""
     text = output_dir / _TEXT
     if text.exists():
         return text

@@ -78,7 +78,7 @@ class Command:
         """Parse command-line arguments (None: those of this process) to an object of this class. Raises
         SystemExit if they are wrong or contain ``--help``."""
         parser = cls.parser(program)
-        # Ordinary parsing wants all positional arguments in one place, so no prompt could follow an option.
+        # Ordinary parsing needs all positional arguments in one place, so no prompt could follow an option.
         parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args
         given = vars(parse(arguments))
         return cls(
@@ -205,7 +205,8 @@ class OptionalConfigOptions(ConfigOptions):
 
 
 def import_plugins(options: Command) -> None:
-    """Import the modules of ``--plugin`` and, if the verb may use a configuration, ``PPFLEETX_PLUGINS``."""
+    """Import the modules that ``--plugin`` names. If the verb can use a configuration, also import those in
+    the environment variable ``PPFLEETX_PLUGINS``."""
     plugins = getattr(options, "plugin", None)
     if "" in (plugins or ()):
         raise ConfigError("must name a Python module", key="--plugin", value="")

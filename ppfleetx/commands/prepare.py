@@ -1,4 +1,5 @@
-"""Implement ``ppfleetx prepare`` (text to corpus) and ``ppfleetx tokenizer`` (train a tokenizer)."""
+"""Implement ``ppfleetx prepare``, which encodes text as a corpus, and ``ppfleetx tokenizer``, which trains a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Command):
-    """Encode text as a tokenized corpus: json lines (.gz, .zst), plain text, or folders of them. Writes
-    PREFIX_KEY_document.bin and .idx.
+    """Encode text as a tokenized corpus, PREFIX_KEY_document.bin and .idx. The input is json lines (.gz,
+    .zst), plain text, or folders of such files.
 
     Option names of Megatron-LM and PaddleFleetX are accepted where they mean the same.
     """
@@ -120,7 +121,7 @@ class Prepare(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizer(Command):
-    """Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text files, folders of them."""
+    """Train a byte-level BPE tokenizer on json lines (.gz, .zst), plain text, or folders of such files."""
 
     input: tuple[str, ...] = option("files and folders", default=MISSING, metavar="PATH")
     vocab_size: int = option("tokens, special ones included", default=MISSING)

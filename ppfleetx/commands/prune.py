@@ -50,7 +50,7 @@ class _Pruned:
 
     Attributes:
         tensors: the remaining parameters, by their names in checkpoints.
-        layers: for each layer, what was kept or removed.
+        layers: for each layer, the parts that were kept or removed.
         sizes: rows of the printed table: (name, size before, size after).
     """
 
@@ -61,8 +61,8 @@ class _Pruned:
 
 
 def prune(options: Prune) -> Path:
-    """Read the model that the options name, remove parts of it, and write the smaller model as a checkpoint,
-    with a report on what was removed. Returns the checkpoint's directory.
+    """Remove parts of the model that the options name, and write the smaller model as a checkpoint, with a
+    report on the removed parts. Returns the checkpoint's directory.
     """
     configure_logging()
     _check(options)

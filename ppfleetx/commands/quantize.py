@@ -1,4 +1,4 @@
-"""Implement ``ppfleetx quantize``, which stores a checkpoint's weights in few bits."""
+"""Implement ``ppfleetx quantize``, which stores a checkpoint's weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ REPORT_FILE = "quantization.json"
 
 
 def quantize(options: Quantize) -> Path:
-    """Read the model that the options name, quantize its weights, and write it as a checkpoint, with a report
-    on the rounding errors. Returns the checkpoint's directory.
+    """Quantize the weights of the model that the options name, and write the result as a checkpoint, with a
+    report on the rounding errors. Returns the checkpoint's directory.
     """
     weights = _weights(options)
     output = Path(options.output)

@@ -46,13 +46,14 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """Return a temporary directory made from ``source``, which all processes of this job on this machine
-    share. Without a launcher, all processes with the same source share it.
+    """Return a temporary directory made from ``source``. All processes of this job on this machine share the
+    directory. Without a launcher, all processes with the same source share it.
 
     Args:
         source: a directory or a file. If it has changed, another temporary directory is made.
         environ: the environment variables, which identify the job.
-        fill: creates the directory. One process of each machine calls it, if the directory does not exist.
+        fill: creates the directory. If the directory does not exist, one process of each machine calls this
+            function.
         stack: the directory stays at least until this stack is closed.
 
     Raises:
@@ -130,7 +131,7 @@ def _key(source: Path, environ: Mapping[str, str]) -> str:
 
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
-"""Batch sizes for commands that do not train."""
+"""The batch size for commands that do not train."""
 # The keys that the configuration in a checkpoint may have; `portable_config` writes no others.
 _OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
 _OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size", "plugins")
@@ -149,7 +150,7 @@ class ResolvedModel:
 
     Attributes:
         name: the directory as the user gave it.
-        config: the model's own configuration; may be None if it was not requested.
+        config: the model's own configuration; can be None if it was not requested.
         checkpoint: the checkpoint's path, for ``Engine.save_load.ckpt_dir`` or ``init_from``.
         tokenizer: the directory of the tokenizer's files; None if there is none.
     """
@@ -195,7 +196,7 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
         CheckpointError: there is no model, or its configuration is unknown.
         ConfigError: the checkpoint's configuration has settings beyond model and data.
     """
-    import_named_plugins()  # plugins named in the environment: the model may use their parts
+    import_named_plugins()  # PPFLEETX_PLUGINS: the model can use layers that a plugin registers
     is_of_hub = hub_name(place) is not None
     if is_of_hub:
         configure_logging()

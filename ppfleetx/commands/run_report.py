@@ -52,7 +52,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the report reads from a run's directory.
+    """The data that the report reads from a run's directory.
 
     Attributes:
         cfg: the run's configuration, resolved for its number of processes.
@@ -82,8 +82,9 @@ class RunFiles:
         without a record, their time is estimated from the next record.
         """
         steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
-        # Steps before the first record may belong to another directory. Later gaps are steps of this run that
-        # were not recorded because of an interruption. Old records lack the number of steps that they cover.
+        # Steps before the first record may have been trained in another directory, so they do not count.
+        # Later gaps are steps of this run that an interruption left without a record. Old records do not
+        # have num_steps, the number of steps that they cover.
         first = steps[0]
         last = max(0, first["step"] - first.get("num_steps", self.cfg.Engine.logging_freq))
         for record in steps:

@@ -1,4 +1,4 @@
-"""Train or evaluate as a configuration says: build all parts of the run, connect them, and run them."""
+"""Train or evaluate a configuration: build all parts of the run from it, connect them, and start the run."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
     """Train as configured: start or resume, evaluate, save, stop. Returns the engine; the trained model is
-    ``engine.runner.model``. ``callbacks`` are called after those of ``Engine.callbacks``. Ranks may pass
-    different callbacks."""
+    ``engine.runner.model``. ``callbacks`` are called after those of ``Engine.callbacks``. They need not be
+    the same on all ranks."""
     refuse_quantized_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
@@ -89,7 +89,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     schedule = start.restore(runner, schedule, fingerprints, cfg)
     if start.base_fingerprint is not None:
         fingerprints[BASE] = start.base_fingerprint
-    # Up to here, no file in the directory has changed: a run that is refused leaves it as it was.
+    # Up to here, no file in the directory has changed: a refused run leaves the directory as it was.
     ownership = begin(cfg, ctx, start, length, tokenizer)
     engine = Engine(
         cfg,
@@ -164,7 +164,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_quantized_weights(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model's weights are quantized and it has no adapters to train instead."""
+    """Raise ConfigError if the model's weights are quantized, and there are no adapters to train instead."""
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
             "describes a quantized checkpoint, whose weights cannot be trained. Train adapters beside them "

@@ -74,8 +74,8 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(TrainingOptions, OptionalConfigOptions):
-    """Start a new run from the weights of another model: at step 0, with a fresh optimizer, from the first
-    sample.
+    """Start a new run from the weights of another model. The run starts at step 0 and at the first sample,
+    with a new optimizer.
 
     The network and the data settings come from the checkpoint. Without -c FILE, a run makes 3 passes over the
     data. Each step takes 8 sequences per data-parallel rank. The learning rate is 5e-5, or 5e-4 for adapters

@@ -20,7 +20,7 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 def translate(options: Translate) -> None:
-    """Translate another toolkit's configuration, and print the result or write it to the file of ``--to``."""
+    """Translate another toolkit's configuration, and print the result or write it to the file ``--to``."""
     words, to = list(options.words), options.to
     if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
         *words, _, to = words
@@ -36,8 +36,8 @@ def translate(options: Translate) -> None:
 
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
-    """Translate a configuration file of another toolkit and further arguments, or a whole command line.
-    ``dialect`` names the toolkit; None: recognize it."""
+    """Translate another toolkit's configuration. ``words`` are the name of its file and further arguments,
+    or a whole command line. ``dialect`` names the toolkit; None: recognize it."""
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")
     first, *rest = words

@@ -28,8 +28,8 @@ _EXPERTS, _MLP = ".mlp.experts.", ".mlp."
 
 
 def upcycle(options: Upcycle) -> Path:
-    """Read the dense model that the options name, turn it into a mixture of experts, and write that as a
-    checkpoint. Returns the checkpoint's directory.
+    """Make a mixture of experts from the dense model that the options name, and write it as a checkpoint.
+    Returns the checkpoint's directory.
     """
     configure_logging()
     options.check()
@@ -89,7 +89,7 @@ def _check_mixture(model: ModelConfig) -> None:
 def upcycled(
     dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
 ) -> dict[str, LazyTensor]:
-    """Make the parameters of a mixture of experts from those of a dense model. Returns them by name.
+    """Return the parameters of a mixture of experts by name, made from those of a dense model.
 
     Args:
         dense: the parameters of the dense model, by their names in checkpoints.

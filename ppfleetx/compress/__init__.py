@@ -3,6 +3,7 @@
 from typing import Literal
 
 Criterion = Literal["l1_norm", "l2_norm", "saliency", "usage"]
-"""Importance measures for pruning. ``saliency`` is only for heads and units, ``usage`` only for experts."""
+"""Importance measures for pruning. ``saliency`` is only for attention heads and feed-forward units, ``usage``
+only for experts."""
 Part = Literal["heads", "mlp", "both", "experts"]
-"""What to prune; ``both`` means heads and mlp."""
+"""What to prune; ``both`` means ``heads`` and ``mlp``."""

@@ -38,8 +38,8 @@ def read_samples(
         place: the path prefix of a .bin/.idx corpus, or a text file.
         tokenizer: needed for a text file.
         seq_len: input tokens per window.
-        num_windows: maximum number of calibration windows. For evaluation there are at most half as many, but
-            at least one.
+        num_windows: maximum number of calibration windows. Evaluation uses at most half as many, but at least
+            one.
         fewest: minimum number of calibration tokens.
 
     Raises:

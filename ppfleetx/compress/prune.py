@@ -38,10 +38,10 @@ class GroupsAndUnits:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which rows or columns of a weight or bias belong to which attention group or feed-forward unit.
+    """How a weight or bias is divided into attention groups or feed-forward units (the parts).
 
     Attributes:
-        of_groups: whether the parts are attention groups, not feed-forward units.
+        of_groups: True if the parts are attention groups, False if they are feed-forward units.
         axis: the dimension along which the parts follow each other.
         width: the number of elements of each part along ``axis``.
     """
@@ -214,7 +214,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
     feed-forward unit, in float64.
 
     Args:
-        values: the matrix, or a slice with complete groups or units. bfloat16 is passed as bits in uint16.
+        values: the matrix, or a slice with complete groups or units. bfloat16 values are passed as their
+            bits, uint16.
     """
     # Sums in float64 do not depend on the parallel plan that saved the checkpoint.
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
@@ -224,8 +225,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """Return the indices of the groups and units with the largest scores. ``sizes`` says how many to keep. Of
-    equal scores, the first ones are kept."""
+    """Return the indices of the groups and units with the largest scores. ``sizes`` says how many to keep. If
+    scores are equal, the first groups or units are kept."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 

@@ -45,8 +45,8 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune what the schedule requires at ``step``, if anything. Raises ConfigError if pruned parts are
-        no longer zero."""
+        """Prune the model if the schedule requires it at ``step``. Raises ConfigError if pruned parts are no
+        longer zero."""
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
         self._step, share = step, self._options.share_after(step)

@@ -17,8 +17,8 @@ class LayerReport:
         bits: bits per element after quantization.
         before, after: bytes before and after quantization, including scales.
         weight_error: relative root mean square error of the weight.
-        output_error: relative root mean square error of the layer's output; None if it was not measured, as
-            without calibration data or for embedding tables.
+        output_error: relative root mean square error of the layer's output; None if it was not measured, for
+            example without calibration data, or for an embedding table.
     """
 
     name: str

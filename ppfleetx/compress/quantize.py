@@ -1,5 +1,5 @@
 """Post-training quantization of a checkpoint. The stages of the model, such as the embedding or one block,
-are quantized one after the other to save memory."""
+are quantized one at a time to save memory."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ from ppfleetx.utils.progress_bar import track
 Method = Literal["rtn", "gptq"]
 _SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 GROUPS = (32, 16, 8)
-"""Group sizes to try if the user gives none; the first that fits is used. The last is not used for 8 bits,
-where scales would take too much space."""
+"""Group sizes to try if the user gives none; the first that fits is used. The last size is not used for 8
+bits, because its scales would take too much space."""
 _ROWS = 4  # windows per pass
 _MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative output error above which we warn
 _MOST_WARNINGS = 5
@@ -193,7 +193,8 @@ class Quantizer:
         CheckpointError if the checkpoint does not fit the model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
-        # For whole windows, float products are faster. Only rounded activations need the quantized layers.
+        # With float activations, ordinary layers with dequantized weights are equivalent to quantized
+        # layers, and faster for whole windows.
         small_stages = (
             stages if weights.activation_bits is None else with_quantized_weights(stages, weights, factory)
         )
@@ -316,7 +317,7 @@ class Quantizer:
         return tensors
 
     def _warn(self) -> None:
-        """Warn of layers whose output changed much, and of outliers that may be the reason."""
+        """Warn of layers whose output changed too much, and of outliers that may be the reason."""
         weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
         remedies = ["a smaller --group"]
         if weights.activation_bits is not None:
@@ -360,7 +361,8 @@ class Quantizer:
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
-            elif dtype_of(parameter) == self._ready[name].dtype:  # not a tied embedding again
+            elif dtype_of(parameter) == self._ready[name].dtype:
+                # The types differ for a tied embedding, which an earlier stage has loaded.
                 parameter.set_value(np.array(self._ready[name].array()))
 
 

@@ -26,7 +26,7 @@ from ppfleetx.config.sections.compress import QUANTIZER, Form, QuantizationConfi
 
 ScaleMethod = Literal["absmax", "mse"]
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""The smallest scale, used for zeros; smaller ones would be denormal."""
+"""The smallest scale, used if all elements are zero; smaller scales would be denormal."""
 _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
 """Fractions of the largest magnitude that ``mse`` tries as the end of the grid."""
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
@@ -368,8 +368,7 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to those linear layers of one block whose input is the output of
-    a norm.
+    """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block that read the output of a norm.
 
     Args:
         parameters: the parameters of the block, which are changed in place.

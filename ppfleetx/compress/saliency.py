@@ -45,7 +45,8 @@ def saliency_scores(
         _backward(network, windows[start : start + _ROWS], model.vocab_size)
         for (layer, name), weight in read.items():
             parts = _READING[name](model)
-            # The sum of weight times gradient is the derivative of the loss by a factor on the output.
+            # The sum of weight times gradient over a part is the derivative of the loss with respect to a
+            # factor that scales the part's output.
             product = (weight.detach() * weight.grad).sum(axis=1).numpy().astype(np.float64)
             sums[layer, name] = sums[layer, name] + np.abs(product.reshape(parts, -1).sum(axis=1))
             weight.clear_gradient(set_to_zero=False)
@@ -94,7 +95,7 @@ _READING: dict[str, Callable[[ModelConfig], int]] = {
     "attention.out_proj": lambda model: model.kv_heads,
     "mlp.fc2": lambda model: model.ffn_size,
 }
-"""Linear layers that read prunable parts -> the number of parts."""
+"""Linear layer that reads the outputs of prunable parts -> function that returns the number of parts."""
 
 
 def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:

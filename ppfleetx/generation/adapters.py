@@ -65,7 +65,7 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Context manager: inside, forward passes of the model include the adapter ``name`` (None: no
+        """Context manager in which forward passes of the model include the adapter ``name`` (None: no
         adapter)."""
         if name is None:
             yield

@@ -18,7 +18,8 @@ from ppfleetx.generation.decoding_session import DecodingSession
 from ppfleetx.generation.logits_processors import largest, log_probabilities
 from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
-# The initial score of all beams of a group but the first, because all start as copies of the same prompt.
+# The initial score of a group's beams except the first. All beams start as copies of one prompt, so without
+# this they would all be extended in the same way.
 _COPY = -1e9
 
 
@@ -31,8 +32,8 @@ class BeamOptions:
         length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
         early_stopping: when to stop a group that has as many results as beams. True: at once. False: when no
-            active beam would be among the results if it ended now. "never": when no active beam can get among
-            the results, however long it grows.
+            active beam would be among the results if the beam ended now. "never": when no active beam can get
+            among the results, however long it grows.
         num_groups: number of beam groups per prompt (diverse beam search); 1 is plain beam search.
         diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
     """
@@ -85,8 +86,8 @@ def beam_search(
 
 
 _Move = tuple[list[int], list[int]]
-"""(the indices of the beams to extend, the new token of each), for one group; also filled in the last
-step."""
+"""A step of one group: (the indices of the beams to extend, the new token of each). In the group's last step,
+only the diversity penalty of later groups uses it."""
 
 
 def _take_step(
@@ -157,8 +158,8 @@ def _results(groups: Sequence[_Group], count: int) -> list[Row]:
 
 @dataclass
 class _Group:
-    """One group of beams of one prompt. ``ids`` and ``scores [N]`` are the tokens and scores of the N active
-    beams, and ``finished`` the results so far."""
+    """One group of beams of one prompt. ``ids`` and ``scores [N]`` are the new tokens and the scores of the N
+    active beams. ``finished`` has the results so far, as (rank score, sequence)."""
 
     prompt: int
     number: int

@@ -19,8 +19,8 @@ from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, shared
 # The number of prompt columns per pass. It bounds the size of attention scores and masks, which would
 # otherwise grow with the square of the prompt's length.
 _PREFILL_COLUMNS = 512
-# Rejected draft tokens leave unused columns. These are removed before the next pass when there are more than
-# this, and more than a quarter of the longest row.
+# Rejected draft tokens leave unused columns. Before a pass, these are removed if there are more than this
+# number, and more than a quarter of the longest row.
 _MOST_UNUSED = 64
 
 
@@ -93,8 +93,8 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 
 
 class ContinuousBatch:
-    """A batch of sequences (rows) that new prompts can join at any step; computes the next-token logits. Each
-    row gets the logits it would get alone, up to float rounding. ``prefixes`` is the prefix cache."""
+    """Computes next-token logits for a batch of sequences (rows). New prompts can join the batch at any step.
+    Each row gets the logits it would get alone, up to float rounding. ``prefixes`` is the prefix cache."""
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
         self._model, self._prefixes = model, prefixes or PrefixStore(0)
@@ -146,8 +146,8 @@ class ContinuousBatch:
         return self._step(drafts).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Replace the tokens of every row by ``rows``, and return the next-token logits ``[b, V]`` float32.
-        Only tokens after the common prefix of the old and the new row are run."""
+        """Replace the tokens of every row with ``rows``, and return the next-token logits ``[b, V]`` float32.
+        Only the tokens after the common prefix of the old and the new row are run."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -178,8 +178,8 @@ class ContinuousBatch:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only the rows with the indices ``rows``, in this order, and free the positions at the start of
-        the cache that no remaining row uses. Removed rows go into the prefix cache if it is large enough and
-        does not have them yet."""
+        the cache that no remaining row uses. A removed row goes into the prefix cache if this is large enough
+        and does not have the row yet."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -214,7 +214,7 @@ class ContinuousBatch:
                 for row, own in zip(rows, drafts, strict=True)
             ]
         )
-        # The padding of rows with fewer draft tokens needs valid positions, too.
+        # Rows with fewer draft tokens are padded, and the padding needs valid positions, too.
         filled = np.minimum(np.arange(width), np.array([[len(own)] for own in drafts]))
         positions = filled + np.array([[len(row) - 1] for row in rows])
         self._before = self._cache.length

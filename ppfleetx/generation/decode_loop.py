@@ -92,10 +92,10 @@ def decode(
 
     Args:
         session: holds the prompts; sequences that end are removed from it.
-        choose: chooses the next tokens from the logits, after ``rules`` were applied.
+        choose: chooses the next tokens from the logits to which ``rules`` were applied.
         max_new_tokens: the limit of new tokens of each prompt, at least 1.
         copies: number of continuations per prompt.
-        on_token: callback for each new token; returns whether the sequence ends there.
+        on_token: callback for each new token; returns whether the sequence ends after this token.
         num_top: number of alternatives to list with each token's log-probability. None: no log-probabilities.
     """
     logits = session.next_logits()

@@ -23,13 +23,13 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
-    """Wraps a model for generation: computes logits only for the last positions of each sequence, and without
+    """Wraps a model for generation. Computes logits only for the last positions of each sequence, and without
     vocabulary padding. All ranks of a tensor-parallel ``vocab_group`` must call every method at the same
     time.
 
     Attributes:
-        head_matrix: a copy of the weights of a tied head, ``[h, V]``, integers if the head is quantized. With
-            tensor parallelism, only this rank's columns. None if the head is not tied.
+        head_matrix: a copy of the weights of a tied head, ``[h, V]``; integers if the head is quantized. With
+            tensor parallelism, it has only this rank's columns. None if the head is not tied.
         small_head: the quantized head with its scales, if the head is tied and quantized.
         switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
             keys invalid. None for other models.
@@ -73,8 +73,8 @@ class NextTokenModel:
         Args:
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
                 padding on the left may be hidden.
-            num_last: return the logits of the last ``num_last`` positions, ``[num_last * b, V]``, position by
-                position.
+            num_last: the number of positions to return logits for. The result is ``[num_last * b, V]``, and
+                the b rows of one position are consecutive.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         *_, head = self.model.stages
@@ -108,7 +108,7 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Context manager: inside, layers run one by one, so that their forward hooks are called. The
+        """Context manager in which layers run one by one, so that their forward hooks are called. The
         operator that fuses all layers would skip the hooks."""
         self._layer_by_layer = True
         try:

@@ -31,8 +31,8 @@ available."""
 
 class FusedBlocks:
     """All transformer blocks and the final norm of a model as one C++ operation with a key/value cache. The
-    layers must satisfy :func:`can_fuse`. ``takes_prompts`` tells whether the operation may also run the first
-    pass, which reads the prompts."""
+    layers must satisfy :func:`can_fuse`. ``takes_prompts`` says whether the operation is also used for the
+    first pass, which reads the prompts."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         *self._blocks, self._final_norm = layers
@@ -45,9 +45,9 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """Return the model's weights in the layout that the C++ operation reads. A pass with one new token
-        has a layout of its own. Returns None if the pass is so large that Paddle's own operations are faster,
-        or if memory does not suffice for another copy of the weights.
+        """Return the model's weights in the layout that the C++ operation reads. Passes with one new token
+        use a different layout from larger passes. Returns None if the pass is so large that Paddle's own
+        operations are faster, or if there is not enough memory for another copy of the weights.
 
         Args:
             num_rows: the number of new tokens in the pass, counted over all sequences.
@@ -63,8 +63,8 @@ class FusedBlocks:
         return self._forms[is_single]
 
     def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
-        """Cosine and sine of the rotary angles at positions ``[b, s]``; None if the model has no rotary
-        embedding.
+        """Return the cosine and sine of the rotary angles at positions ``[b, s]``; None if the model has no
+        rotary embedding.
         """
         return None if self._rotary is None else self._rotary.cos_sin(position_ids)
 
@@ -125,8 +125,8 @@ class FusedBlocks:
 
 
 def fused_blocks_of(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """Make the `FusedBlocks` for a model's blocks and final norm. Returns None if the operator is not
-    compiled or does not support the layers."""
+    """Make the `FusedBlocks` for a model's blocks and final norm. Returns None if the C++ operator is not
+    compiled, or does not support the layers."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -134,8 +134,8 @@ def fused_blocks_of(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the C++ operator supports the architecture of ``layers``, which are a model's blocks followed
-    by its final norm. How matrices are stored (float32 or quantized) is not checked."""
+    """Return whether the C++ operator supports the architecture of ``layers``, a model's blocks followed by
+    its final norm. The storage format of matrices (float32 or quantized) is not checked."""
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or final_norm.multiplier != 1.0:
         return False
@@ -190,8 +190,8 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """The linear layers of a block, in the order in which the C++ operator expects them: the attention's
-    query/key/value and output projections, and the two layers of the MLP."""
+    """Return the linear layers of a block, in the order in which the C++ operator expects them: the
+    attention's query/key/value and output projections, and the two layers of the MLP."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

@@ -1,4 +1,4 @@
-"""Generate continuations of prompts: checks options and lengths, divides prompts into batches, and returns
+"""Generate continuations of prompts: check options and lengths, divide the prompts into batches, and return
 texts.
 """
 
@@ -80,15 +80,15 @@ class Batch:
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
-        """The random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from Exp(1). A step
-        of one row needs n numbers (`race_size`)."""
+        """Return the random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from
+        Exp(1). A step of one row needs n numbers (`race_size`)."""
         steps = max(self.max_new_tokens)
         streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
         return np.stack([stream.numbers(0, steps) for stream in streams])
 
     def uniforms(self) -> np.ndarray:
-        """Random numbers in [0, 1), ``[rows, steps]`` float32, for sampling with programs exported in the
-        older format 2."""
+        """Return random numbers in [0, 1), ``[rows, steps]`` float32, for sampling with programs exported in
+        the older format 2."""
         steps = max(self.max_new_tokens)
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
@@ -148,8 +148,8 @@ class TextGenerator(ABC):
             on_text: callback for each new piece of text.
             batch_rows: the maximum number of sequences in one batch. The sequences of one prompt are always
                 in the same batch, so a batch of a single prompt may be larger.
-            first_prompt: if ``prompts`` are part of a larger list, the index of the first. Random numbers
-                depend on it.
+            first_prompt: the index of the first prompt in a larger list, if ``prompts`` are part of one.
+                Random numbers depend on this index.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.
@@ -184,9 +184,9 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: ``cfg.stop_token_ids`` and, unless ``cfg.ignore_eos`` is set,
-        the end tokens that ``cfg`` names. If ``cfg`` names none, the tokenizer's end tokens are used. Raises
-        ConfigError for an id outside the tokenizer's vocabulary."""
+        """Return the tokens that end a continuation: ``cfg.stop_token_ids`` and, unless ``cfg.ignore_eos``
+        is set, the end tokens that ``cfg`` names. If ``cfg`` names none, the tokenizer's end tokens are
+        used. Raises ConfigError for an id outside the tokenizer's vocabulary."""
         check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
         return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
@@ -215,10 +215,14 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens for a prompt: ``cfg.max_dec_len`` or, if that is only a
-        default and does not fit, the number of free positions of the model, with a warning. Raises
-        ConfigError if a ``max_dec_len`` set by the user does not fit, or if there is no room for
-        ``cfg.min_dec_len`` tokens or even for one. ``number`` is the prompt's index, for messages."""
+        """Return the maximum number of new tokens for a prompt, which is ``cfg.max_dec_len`` if that fits.
+        A default ``max_dec_len`` that does not fit is reduced to the number of free positions of the model,
+        with a warning. ``number`` is the prompt's index, for messages.
+
+        Raises:
+            ConfigError: ``max_dec_len`` was set by the user and does not fit, or there is no room for one new
+                token or for ``cfg.min_dec_len`` new tokens.
+        """
         room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -233,10 +237,10 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Generates text with a model in this process. Create it after the model's weights are loaded, because it
-    may copy some of them. Without a tokenizer, prompts and results are token ids. ``load_assistant`` loads
-    the draft model ``Generation.assistant_model``. Raises DataError if the tokenizer has ids outside the
-    model's vocabulary.
+    """Generates text with a model in this process. The model's weights must be loaded before, because the
+    generator may copy some of them. Without a tokenizer, prompts and results are token ids.
+    ``load_assistant`` loads the draft model ``Generation.assistant_model``. Raises DataError if the
+    tokenizer has ids outside the model's vocabulary.
 
     All ranks of a tensor-parallel ``vocab_group`` must call `generate` with the same prompts at the same
     time.
@@ -308,8 +312,8 @@ class Generator(TextGenerator):
         )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Run beam search on a batch. ``on_text`` gets the text only at the end, because beams can change
-        until then."""
+        """Run beam search on a batch. The callback for new text is called only at the end, because beams can
+        change until then."""
         cfg = batch.cfg
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate

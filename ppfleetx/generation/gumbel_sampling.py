@@ -36,7 +36,7 @@ class RandomStream:
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
         """Return the random numbers for the ``num_steps`` steps that begin with ``step``, ``[num_steps, n]``
         float32, where n is the `race_size`. They are drawn from Exp(1), and are all above 0."""
-        counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
+        counters = -(-self._size // _NUMBERS_PER_COUNTER)  # counter values per step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
         self._step = step + num_steps
@@ -47,8 +47,8 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """``count`` random numbers in [0, 1), float32, for sampling one sequence: continuation number ``copy`` of
-    the prompt with index ``prompt``. Only programs exported in the older format 2 use them."""
+    """Return ``count`` random numbers in [0, 1), float32, for sampling one sequence: continuation number
+    ``copy`` of the prompt with index ``prompt``. Only programs exported in the older format 2 use them."""
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 

@@ -11,7 +11,7 @@ import paddle
 from ppfleetx.nn.masks import cached_mask, penalty_of
 
 ROOM = 32
-"""How many spare columns each allocation adds."""
+"""The number of spare columns that each allocation adds."""
 
 Pair = tuple[paddle.Tensor, paddle.Tensor]
 Layers = dict[int, Pair]
@@ -48,7 +48,7 @@ class GrowingCache:
         self._row_lengths = row_lengths
 
     def row_lengths(self) -> paddle.Tensor:
-        """The number of tokens of each row, ``[b, 1]`` int64."""
+        """Return the number of tokens of each row, ``[b, 1]`` int64."""
         lengths = self._visible.sum(axis=1) if self._row_lengths is None else self._row_lengths
         return paddle.to_tensor(lengths.astype(np.int64)[:, None])
 
@@ -63,7 +63,7 @@ class GrowingCache:
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append the keys and values of new positions to the cache of one layer. ``key`` and ``value`` are
         [rows, key/value heads, new positions, head size]. Returns all keys and values of the layer, old and
-        new, and an additive attention mask. The returned keys and values may end with unused positions, which
+        new, and an additive attention mask. The returned keys and values can end with unused positions, which
         the mask hides. In the first pass, there are no unused positions, and the mask is None."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
@@ -89,8 +89,8 @@ class GrowingCache:
         return paddle.to_tensor(np.array([self._past]))
 
     def mask_if_needed(self, window: int | None) -> paddle.Tensor | None:
-        """The additive attention mask for a layer with a sliding window of ``window`` positions (None: no
-        window). Returns None if the causal mask is enough."""
+        """Return the additive attention mask for a layer with a sliding window of ``window`` positions (None:
+        no window). Returns None if the causal mask is enough."""
         if window is None and self._visible.all():
             return None
         return self._penalty(window, self.memory()[0].shape[2])

@@ -12,8 +12,8 @@ import paddle.nn.functional as F
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 
-# The smallest temperature and top_p that are used. They already select the likeliest token in float32; much
-# smaller values would overflow or underflow.
+# The lower limit of temperature and top_p; smaller values are raised to it. At this limit, the likeliest
+# token is already certain in float32. Much smaller values would overflow or underflow.
 SMALLEST = 1e-6
 
 
@@ -32,8 +32,8 @@ def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
 
 
 def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """Whether each of the token ids ``tokens`` is one of ``ids``. Both are flat tensors. Returns bool, in the
-    shape of ``tokens``."""
+    """Return whether each of the token ids ``tokens`` is one of ``ids``, as bool in the shape of ``tokens``.
+    Both inputs are flat tensors."""
     return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
@@ -95,7 +95,7 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
     """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
     ``[b, vocab_size]``. All other tokens get 0."""
-    # Sorted by probability, two almost equally likely tokens could be swapped by rounding.
+    # If tokens stayed sorted by probability, rounding could swap two almost equally likely tokens.
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
@@ -117,7 +117,7 @@ def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Te
 
 
 def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
-    """``log_softmax`` of ``logits [b, V]``."""
+    """Return ``log_softmax`` of ``logits [b, V]``."""
     # Paddle's own kernel takes a second for 8 rows on a CPU.
     shifted = logits - logits.max(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
@@ -166,9 +166,9 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the smallest probability that top-p keeps in each row, and the number of probabilities it keeps,
-    ``[b, 1]`` each. The probabilities ``falling [b, m]`` are in descending order, and sum to at least
-    ``top_p``."""
+    """Return the smallest probability that top-p keeps in each row, and the number of probabilities that
+    top-p keeps, ``[b, 1]`` each. The probabilities ``falling [b, m]`` are in descending order, and sum to
+    at least ``top_p``."""
     count = (_sum_before(falling) < _as_float64(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
@@ -187,15 +187,15 @@ def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: padd
 
 
 def _sum_before(falling: paddle.Tensor) -> paddle.Tensor:
-    """For each value in a row, the sum of the values before it, in float64. All implementations of top-p use
-    this sum, so they keep the same tokens."""
+    """Return, for each value in a row, the sum of the values before it, in float64. All implementations of
+    top-p use this sum, so they keep the same tokens."""
     cumulative = falling.astype("float64").cumsum(-1)
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
 
 
 def _as_float64(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
     """Return ``top_p`` in float64. A Python number is first rounded to float32."""
-    # The C++ operator and exported programs get float32, and all must keep the same tokens.
+    # The C++ operator and exported programs get float32. All implementations must keep the same tokens.
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 

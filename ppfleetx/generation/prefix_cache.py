@@ -60,12 +60,11 @@ class PrefixStore:
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
     def wants(self, tokens: Sequence[int], is_long: bool = False) -> bool:
-        """Whether the keys and values of this sequence of ``tokens`` are worth storing: at least `SHORTEST`
-        of its positions are not in the store yet.
+        """Return whether the keys and values of the sequence ``tokens`` are worth storing: at least
+        `SHORTEST` of its positions are not in the store yet.
         """
-        known = self._longest_prefix([*tokens, -1], is_long)[
-            0
-        ]  # add a token, because _longest_prefix ignores the last
+        # A token is added, because _longest_prefix ignores the last one.
+        known = self._longest_prefix([*tokens, -1], is_long)[0]
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers, is_long: bool = False) -> None:
@@ -87,7 +86,8 @@ class PrefixStore:
     def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
         """Return the length of the longest cached prefix of a prompt, and the keys and values of the stored
         sequence that starts with it. Returns 0 and an empty dictionary if the prefix is shorter than
-        `SHORTEST`. The prefix never includes the prompt's last token. The sequence counts as used now."""
+        `SHORTEST`. The prefix never includes the prompt's last token. The stored sequence becomes the most
+        recently used one."""
         # The model must run the last token to get logits.
         array = np.array(prompt[:-1], np.int64)
         lengths = [_num_reusable(one, array, is_long) for one in self._entries]
@@ -99,14 +99,14 @@ class PrefixStore:
 
 
 def _num_reusable(entry: _Entry, tokens: np.ndarray, is_long: bool) -> int:
-    """How many leading positions of the stored sequence ``entry`` can be reused for a sequence that starts
-    with ``tokens``.
+    """Return how many leading positions of the stored sequence ``entry`` can be reused for a sequence that
+    starts with ``tokens``.
     """
     return shared(entry.tokens, tokens) if entry.is_long == is_long else 0
 
 
 def shared(one: np.ndarray | Sequence[int], other: np.ndarray | Sequence[int]) -> int:
-    """The length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(differs[0]) if len(differs) else size

@@ -57,8 +57,8 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token, and the likeliest tokens at its position, before sampling options such
-    as temperature. ``logprob`` is None for the first token of a text. ``top`` lists (token id,
+    """The log-probability of a token, and the likeliest tokens at its position. Sampling options such as
+    temperature are not applied. ``logprob`` is None for the first token of a text. ``top`` lists (token id,
     log-probability) in descending order."""
 
     token: int

@@ -31,12 +31,12 @@ from ppfleetx.generation.text_io import NoTokenizer, text_bytes
 _KEY = "Generation.structured_outputs"
 _MOST_MATCHERS = 256
 _WHITESPACE = r" |\n {0,20}"
-"""White space between JSON tokens. It is limited, because small models may otherwise never stop writing
-it."""
+"""White space allowed between JSON tokens. Its length is limited, because a small model might otherwise never
+stop writing white space."""
 
 
 class Grammar:
-    """A grammar for structured output, such as a JSON schema, which says which tokens may come next.
+    """A grammar for structured output, such as a JSON schema. It determines which tokens may come next.
     ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if the grammar is invalid."""
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
@@ -83,22 +83,22 @@ class Grammar:
         elif not matcher.is_stopped():
             matcher.consume_token(new[-1])
         self._matchers[new] = matcher
-        if len(self._matchers) > _MOST_MATCHERS:  # finished rows leave theirs behind
+        if len(self._matchers) > _MOST_MATCHERS:  # finished rows leave their matchers behind
             self._matchers.pop(next(iter(self._matchers)))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
 
 
 def _reason(error: str) -> str:
-    """Shorten an error of llguidance, which shows the place below its first line, and may name the reason
-    below that."""
+    """Shorten an error message of llguidance to its first line and the lines that name a reason. The lines
+    that show the place in the grammar are left out."""
     first, *more = error.splitlines()
     return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])
 
 
 def _grammar(form: StructuredOutputs) -> str:
-    """Return the form in llguidance's format. Raises ValueError if it cannot be written in it, as a number of
-    a schema that is too large."""
+    """Convert the output format ``form`` to llguidance's grammar format. Raises ValueError if that is not
+    possible, for example if a number in a JSON schema is too large."""
     from llguidance import LLMatcher, grammar_from
 
     schema = {"type": "object"} if form.json_object else form.json_schema
@@ -126,7 +126,7 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The options of ``TokenOptions`` that act on logits, with texts (such as bad words) converted to token
+    """The options of ``TokenOptions`` that act on logits. Texts, such as bad words, are converted to token
     ids."""
 
     temperature: float = 1.0
@@ -202,8 +202,8 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a sequence: ``options.stop_token_ids`` and, unless ``ignore_eos`` is set, the
-    model's ``end_ids``. Raises ConfigError if a stop token is not in the tokenizer's vocabulary.
+    """Return the tokens that end a sequence: ``options.stop_token_ids`` and, unless ``ignore_eos`` is set,
+    the model's ``end_ids``. Raises ConfigError if a stop token is not in the tokenizer's vocabulary.
     """
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
     own = () if options.ignore_eos else end_ids
@@ -262,7 +262,7 @@ def processed(
 def _add_bias(logits: paddle.Tensor, bias: tuple[tuple[int, float], ...], _: Any) -> paddle.Tensor:
     added = np.zeros(logits.shape[-1], np.float32)
     for token, amount in bias:
-        added[token] = np.clip(amount, -1e30, 1e30)  # finite in float32 after temperature, too
+        added[token] = np.clip(amount, -1e30, 1e30)  # stays finite in float32 after temperature is applied
     return logits + paddle.to_tensor(added)
 
 
@@ -331,5 +331,6 @@ PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle
     "bad_words": _forbid_words,
     "suppress_tokens": _forbid_tokens,
 }
-"""The logit processor of each option of :class:`SamplingParams`, in transformers' order. Structured output
-comes before the options that forbid tokens, because these must leave it a token."""
+"""The logit processor of each option of :class:`SamplingParams`, in the order of transformers. Structured
+output comes before the options that forbid tokens, because these must not forbid all tokens that the grammar
+allows."""

@@ -1,6 +1,6 @@
 """Speculative decoding for greedy search. Draft tokens come from a smaller assistant model, or from the
-sequence's own text (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies several of
-them. The result equals greedy search, up to float rounding."""
+sequence's own text (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies several
+draft tokens. The result equals greedy search, up to float rounding."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ layers of hidden size 768: 93 ms for 8 positions, and 3 ms for each additional p
 _TRUST = 0.75
 """The assumed acceptance rate of draft tokens, which decides how many to verify."""
 MOST_ROWS = 3
-"""The most rows for which prompt lookup is used. Measured speedups: 1.8 for two rows, 1.1 for three, 0.95 for
-four, 0.7 for eight."""
+"""The maximum number of rows for which prompt lookup is used. Measured speedups: 1.8 for two rows, 1.1 for
+three, 0.95 for four, 0.7 for eight."""
 LENGTHS = (3, 2)
 """The n-gram sizes to look up, largest first. Single tokens are too ambiguous."""
 

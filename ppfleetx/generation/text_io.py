@@ -17,8 +17,8 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Convert a user's prompts to a list, and return whether a single prompt was given. A prompt is a text,
-    or a list, array or tensor of token ids. Raises DataError for anything else."""
+    """Return a user's prompts as a list, and whether a single prompt was given instead of a list. A prompt
+    is a text, or a list, array or tensor of token ids. Raises DataError for anything else."""
     given = _arrays_to_lists(given)
     if isinstance(given, str):
         return [given], True
@@ -63,12 +63,12 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes that a token stands for in UTF-8 text, such as a space for SentencePiece's symbol
-    U+2581."""
+    """Return the bytes that a token adds to a UTF-8 text. SentencePiece's symbol U+2581, for example,
+    becomes a space."""
     value = tokenizer.token_bytes(token)
     if tokenizer.is_byte_level:
         return value
-    # A byte token such as <0xE4> stands for the byte that it names.
+    # A byte token such as <0xE4> stands for this byte.
     single = _BYTE_TOKEN.fullmatch(value.decode("utf-8", "replace"))
     return bytes([int(single.group(1), 16)]) if single else value.replace("\u2581".encode(), b" ")
 

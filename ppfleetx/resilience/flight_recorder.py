@@ -29,7 +29,7 @@ class Call:
         shape, dtype: shape and element type of this rank's input tensor; None if there is none.
         asks: whether the call only polls other ranks. Such a call does not count as progress.
         begun, ended: times of the call and of its return (``time.monotonic``); ``ended`` is 0.0 until then.
-        task: the task that the call returned.
+        task: Paddle's task object, which the call returned.
     """
 
     operation: str
@@ -66,9 +66,8 @@ class CallRecord:
         names: names of process groups, such as "mp", by Paddle's number of the group.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.
-        helper: the beginning of the names of the threads of this process that the main thread waits for; ""
-            if it waits for none.
-        polls: whether it polls the other ranks meanwhile.
+        helper: prefix of the names of the threads for which the main thread waits; "" if it waits for none.
+        polls: whether the main thread polls the other ranks while it waits for these threads.
         failed, failure: the last call that failed, and its error; None if no call has failed.
     """
 
@@ -153,8 +152,8 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record from now on all calls of the methods ``names`` of the process group class ``cls``. Names of
-        methods that it does not have are ignored."""
+        """From now on, record all calls of the methods ``names`` of the process group class ``cls``. Methods
+        that the class does not have are ignored."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
@@ -162,12 +161,13 @@ class CallRecord:
 
     def totals(self) -> list[tuple[Any, dict[tuple[str, int], int]]]:
         """Return each process group with the numbers of its calls so far. The key ``("", -1)`` counts the
-        collectives, ``(">", 2)`` the messages to rank 2 of the group, and ``("<", 2)`` those from it."""
+        collectives, ``(">", 2)`` the messages to rank 2 of the group, and ``("<", 2)`` the messages from
+        rank 2."""
         return [(group, dict(counts)) for group, counts in list(self._counts.values())]
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None. A thread that ``polls`` waits between two
-        polls, too."""
+        """Return the call in which ``thread`` is waiting, or None. A polling thread also counts as waiting
+        between two polls; its last poll is returned then."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -223,8 +223,8 @@ def operation_of(method: str) -> str:
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """Return the input tensor from a collective's arguments. If both of the first two arguments are tensors,
-    or lists of tensors, this is the second, because the output comes first."""
+    """Return the input tensor of a collective. This is the second argument if the first two are both tensors
+    (or lists of tensors), because the output comes first."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

@@ -22,8 +22,9 @@ class Explanation:
 
     Attributes:
         sentence: the explanation for the user.
-        missing: the ranks for which others wait; empty if they are not known. If no rank waits, the ranks
-            without progress or, if there are none, all ranks that have written a report.
+        missing: the ranks at fault, for which others wait; empty if they are not known. If no rank waits for
+            another, these are the ranks without progress. If all make progress, these are all ranks that have
+            written a report.
         silent: the ranks that have written no report.
         goes_on: the ranks that still make progress. If there are any, the job does not hang. Empty if an
             error ended the job.
@@ -36,7 +37,7 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Explain from the reports of the ranks (at least one) why a job hangs, or why an error ended it."""
+    """Explain why a job hangs, or why an error ended it. ``reports`` has at least one rank's report."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -70,7 +71,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """Explain a hang from this rank's report alone, if the ranks cannot read each other's reports."""
+    """Explain a hang from this rank's report alone. Used if the ranks cannot read each other's reports."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -113,7 +114,7 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         and (
             other not in reports
             or reports[other].counts.get(call.others_key, 0) <= call.number
-            # Polling is repeated, so this rank may have answered after the polling rank reported.
+            # Polls repeat, so `other` may have answered this poll after the polling rank wrote its report.
             or (call.asks and reports[other].waits_for is None)
         )
     ]

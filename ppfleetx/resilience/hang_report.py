@@ -89,6 +89,7 @@ class Report:
         works: whether the rank's CPU or file activity counts as progress.
         computes: whether the rank uses the CPU, even if this has lasted too long to count as progress.
         where: file, line and function in which the main thread is, or the helper thread for which it waits.
+            After a failure, the place where the error was raised.
         importing: the name of the module that is being imported, or None.
         waits_for: the call in which the main thread waits, or which failed.
         failure: the error that ended this rank, or "".
@@ -201,7 +202,7 @@ def capture_report(
     call = None
     if failed is not None:
         call = record.failed if lost or record.failure is failed else None
-    elif not helper:  # a poll of the other ranks is not what it waits for while its own thread works
+    elif not helper:  # with a helper, the rank waits for its own thread, not for the ranks that it polls
         call = record.waited_for(threading.main_thread().ident)
         if call is None and (record.reads or _waits_for_a_device(frame)):
             call = next((call for call in list(record.calls) if not call.is_done), None)
@@ -234,8 +235,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Return whether the main thread, at the Python frame ``frame``, is inside Paddle. Then it presumably
-    waits for its card."""
+    """Return whether the main thread, at the Python frame ``frame``, is inside Paddle. If so, the thread is
+    assumed to wait for the device."""
     for _ in range(4):
         if frame is None:
             return False
@@ -246,7 +247,7 @@ def _waits_for_a_device(frame: Any) -> bool:
 
 
 class _Groups:
-    """Looks up the number and ranks of process groups, which Paddle does not keep in the group itself."""
+    """Looks up the number and the ranks of a process group. Paddle does not keep them in the group itself."""
 
     def __init__(self, record: CallRecord) -> None:
         collective = sys.modules.get("paddle.distributed.collective")
@@ -302,8 +303,8 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 
 
 def _place_of_helper(name: str) -> str:
-    """Return where a thread is whose name begins with ``name``, as ``file.py:12 in function, in thread
-    data_0``; "" if all these threads are idle or have ended."""
+    """Return the place of the first busy thread whose name begins with ``name``, as ``file.py:12 in function,
+    in thread data_0``. Returns "" if all these threads are idle or have ended."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name.startswith(name):
@@ -341,7 +342,8 @@ def _is_waiting(frame: FrameType) -> bool:
 
 
 def importing(frame: FrameType | None) -> str | None:
-    """Return the name of the module that a thread is importing, the innermost of nested imports, or None."""
+    """Return the name of the module that a thread is importing, or None. With nested imports, this is the
+    innermost module."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTS and frame.f_code.co_name == "_find_and_load":
             return str(frame.f_locals.get("name"))

@@ -52,7 +52,7 @@ class ReportDir:
 
     def write(self, report: Report, text: str) -> bool:
         """Write this rank's report to the directory, as JSON for other ranks and as ``text`` for the user.
-        Returns whether the JSON file was written; the text may be missing even then."""
+        Returns whether the JSON file was written. The text file can be missing even if it was."""
 
         def write_both() -> bool:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class ReportDir:
                 return act()
             return None
 
-        # in a thread, because a broken disk can block it forever
+        # `act` runs in the directory's own thread, because a broken disk can block the call forever.
         self._work.put(lambda: answer.put(guarded()))
         try:
             return answer.get(timeout=PATIENCE_SECONDS)

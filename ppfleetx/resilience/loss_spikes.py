@@ -1,9 +1,10 @@
 """Detect training steps whose loss or gradient norm suddenly jumps (``Engine.spike``), before the weights are
 updated. All ranks come to the same decision.
 
-A value that is not finite is a spike. Any other value is a spike if it exceeds the median of the last steps
-by more than a set number of deviations, once there are enough steps. The deviation is 1.4826 times the median
-absolute deviation (MAD), but at least 1 % of the median.
+A value that is not finite is a spike. Once values of ``Engine.spike.min_steps`` steps are known, a value is
+also a spike if it exceeds their median by more than a configured number of deviations. The deviation is
+1.4826 times the median absolute deviation (MAD), but at least 1 % of the median. Only the values of the last
+``Engine.spike.window`` steps are used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Spike:
 
     Attributes:
         step: number of the optimizer step. Its update was made only if ``action`` is ``repeated``.
-        what: the value that jumped: ``loss`` or ``grad_norm``. It is ``loss`` if both did.
+        what: the value that jumped: ``loss`` or ``grad_norm``; ``loss`` if both jumped.
         loss, grad_norm: loss and gradient norm of the step.
         median, deviation: median and deviation of the last steps' values of ``what``; None if there were
             none.
@@ -163,7 +164,8 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the last steps' values as JSON values, so that a resumed run detects the same spikes."""
+        """Return the values of the last steps as a JSON object, so that a resumed run detects the same
+        spikes."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -184,8 +186,8 @@ class SpikeGuard:
             what = "grad_norm"
         if self._jumps(loss, self._losses, self._options.loss_deviations):
             what = "loss"
-        # The values of the ranks may differ in the last bit. A jump that only other ranks saw counts as the
-        # loss.
+        # The values of the ranks may differ in the last bit. A jump that only other ranks saw counts as a
+        # jump of the loss.
         return (what or "loss") if self._any_rank(what is not None) else None
 
     def _jumps(self, value: float, window: deque[float], deviations: float) -> bool:
@@ -209,7 +211,7 @@ class SpikeGuard:
 def _spread(window: deque[float]) -> tuple[float, float]:
     middle = median(window)
     mad = median(abs(value - middle) for value in window)
-    # Without a least deviation, any change after nearly equal values would count as a spike.
+    # Without this minimum, any change after nearly equal values would count as a spike.
     return middle, max(_MAD_TO_DEVIATION * mad, _LEAST_SHARE * abs(middle))
 
 

@@ -1,4 +1,5 @@
-"""The program records here what it is doing and that it makes progress; the watchdog reads it."""
+"""The current activity of this process and the time of its last progress. The program records them, and the
+watchdog reads them."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: ``place`` is the program's activity inside the block; afterwards, the previous
-        activity goes on. Both changes count as progress. After an exception, ``place`` stays, because reports
-        of the error say where it was raised."""
+        """Context manager: ``place`` is the program's activity inside the block, and afterwards the previous
+        activity is restored. Both changes count as progress. After an exception, ``place`` stays, because
+        reports of the error name the activity in which the error was raised."""
         before = self.place
         self.beat(place)
         yield

@@ -11,9 +11,9 @@ from ppfleetx.utils.launcher_env import is_rank
 
 
 class StopRequest:
-    """Context manager in which SIGTERM and Ctrl-C only request that the run stop after its step. Ctrl-C after
-    an earlier signal ends the process. The object is true once :meth:`agree` has decided that the run must
-    stop."""
+    """Context manager in which SIGTERM and Ctrl-C only request that the run stop after the current step.
+    Ctrl-C after an earlier signal ends the process. The object is true once :meth:`agree` has decided that
+    the run must stop."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -24,8 +24,8 @@ class StopRequest:
         return self._agreed
 
     def agree(self, requested: object) -> bool:
-        """Record whether the run must stop, and return it. ``requested`` says whether any rank got a signal;
-        it must be equal on all ranks."""
+        """Record and return whether the run must stop. ``requested`` says whether any rank has received a
+        signal, and must be equal on all ranks."""
         # The ranks get signals at different moments but must stop after the same step.
         self._agreed = self._agreed or bool(requested)
         return self._agreed

@@ -1,6 +1,6 @@
 """Find slow ranks by their *own time*: the part of a step in which a rank does not wait for other ranks. Each
 rank is compared with the ranks of its pipeline stage. A rank that is alone in its stage is compared with the
-other stages, and counts as slow only if it takes 1.5 times as long."""
+ranks of the other stages, and counts as slow only if its own time is 1.5 times as long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 LEAST_COST = 0.05
 """A slow rank is reported if it costs at least this fraction of a step."""
-_UNLIKE = 1.5  # tolerance in comparisons with other stages, which may have less work
+_UNLIKE = 1.5  # factor allowed in comparisons with other stages, which may have less work
 
 
 @dataclass(frozen=True)

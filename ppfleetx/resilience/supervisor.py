@@ -25,7 +25,7 @@ _FINAL = {
 
 
 class ProcessesRemainError(RuntimeError):
-    """The processes of the failed command cannot be ended. They would get in the way of a restart."""
+    """Processes of the failed command cannot be ended, so the command cannot be restarted."""
 
 
 RESUME = "Engine.save_load.resume"

@@ -1,8 +1,8 @@
 """The watchdog: a thread in each rank that notices when the run makes no progress.
 
-A rank that has made no progress for the timeout writes a report, and then the other ranks write theirs. Each
-rank reads all reports and finds the cause. Unless a rank still makes progress, the cause is printed, and
-every rank ends with exit code 4 or, if so configured, keeps waiting.
+A rank that makes no progress until the timeout writes a report, and then the other ranks write theirs. Each
+rank reads all reports and finds the cause. If some rank still makes progress, the job continues. Otherwise,
+the cause is printed, and every rank ends with exit code 4 or, if configured to do so, keeps waiting.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machi
 
 _GATHERING = 0.25  # fraction of the timeout for which a rank waits for reports of other ranks,
 _GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # but at least and at most these seconds
-_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # fraction of a core, and bytes per second
-_COMPUTING = 3.0  # timeouts for which computing counts as progress
+_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # least work: fraction of a core, and bytes per second
+_COMPUTING = 3.0  # CPU use alone counts as progress for this many timeouts
 _SAME_END_SECONDS = 60.0
 _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
@@ -50,19 +50,19 @@ class Limits:
     timeout: float = 600.0
     start_timeout: float = 300.0
     ends: bool = True
-    # A thread that waits for a card keeps a core busy.
+    # False on GPUs, where a thread that waits for the device keeps a core busy.
     counts_work: bool = True
 
 
 def own_process() -> tuple[str, int, float]:
-    """Return this process's machine, process id and start time, to be gathered from all ranks for
-    :func:`remember_peers`."""
+    """Return this process's machine, process id and start time. :func:`remember_peers` needs them from all
+    ranks."""
     return machine_id(), os.getpid(), birth_of(os.getpid())
 
 
 class Watchdog:
-    """A thread that watches whether this process makes progress, and reports and explains a hang. If
-    ``limits.ends`` is True, it then calls the function ``end``, which ends the process."""
+    """A thread that watches whether this process makes progress, and that reports and explains a hang. If
+    ``limits.ends`` is True, the thread then calls ``end``, which must end the process."""
 
     def __init__(
         self,
@@ -120,15 +120,15 @@ class Watchdog:
     def _longest_computing(self) -> float:
         """Return for how many seconds CPU use alone counts as progress."""
         limits = self._limits
-        # There is no limit at the start, which may take long, nor for a single process, for which nobody
-        # waits.
+        # There is no limit at the start, which can take long, and none for a single process, for which no
+        # other rank waits.
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """If the process was suspended while the watchdog slept, do not count that time as time without
-        progress. ``seconds`` is how long the watchdog's last sleep took."""
+        """Exclude the time in which the process was suspended from the time without progress. ``seconds``
+        is the duration of the watchdog's last sleep, which is too long after a suspension."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
@@ -329,7 +329,7 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Tell the watchdog which process each rank is, so that hang reports can say why one does not respond.
+    """Give the watchdog the process of each rank, so that hang reports can say why a rank does not respond.
     ``processes`` has the result of :func:`own_process` on each rank."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}
