@@ -17,13 +17,14 @@ from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
-"""Increase this when equal weights give a different order than before."""
+"""Version of the blending order, a part of cache names and fingerprints. Increase it when equal weights give
+a different order than before."""
 
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 
 SURPLUS = 0.005
-"""Extra share of samples that each corpus prepares, because the blend may take slightly more than the
-corpus's weight."""
+"""Fraction of extra samples to prepare from each corpus, because the blend can take slightly more samples
+than the corpus's weight says."""
 
 
 _BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # two output arrays, and the intermediate arrays of the build
@@ -83,8 +84,8 @@ def _choose(
 
 
 def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
-    """Guess how many of the first ``step`` samples of a blend each corpus gives: integers close to
-    ``weights * step`` that sum to ``step``."""
+    """Estimate how many of the first ``step`` samples of a blend come from each corpus. Returns integers
+    close to ``weights * step`` that sum to ``step``."""
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -99,7 +100,7 @@ def _choose_in_blocks(
     `_BLOCK_STEPS` consecutive samples of the blend.
 
     Args:
-        limits: the size of each corpus, or infinity if its size does not matter.
+        limits: the size of each corpus, or infinity for no limit.
         steps: the first sample of each block.
         taken: the number of samples taken from each corpus before each block, [blocks, corpora].
 
@@ -225,7 +226,7 @@ class BlendedDataset:
     @property
     def sources(self) -> list[str]:
         """The names of the corpora, indexed by ``source_ids``. A name is the last component of the corpus's
-        path; if these are not unique, it is the whole path without suffix.
+        path. If two corpora have the same last component, all names are whole paths without suffix.
         """
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]

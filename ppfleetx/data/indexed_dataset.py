@@ -269,7 +269,7 @@ class IndexedDatasetWriter:
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document. Its ``tokens`` are divided into sequences with these ``lengths``."""
+        """Append one document. Its ``tokens`` are divided into sequences of the given ``lengths``."""
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
