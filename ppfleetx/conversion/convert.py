@@ -184,13 +184,13 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Compare the logits of source and result of a conversion from or to Hugging Face's format, computed by
-    our network. If transformers is available and can read the Hugging Face directory, its logits are compared
-    as well. Returns the largest absolute difference.
+    """Check a conversion from or to Hugging Face's format: compare the logits that our network computes from
+    the source and from the result. If transformers is available and can read the Hugging Face directory, also
+    compare the logits that transformers computes. Returns the largest absolute difference.
 
     Args:
         job: the conversion.
-        written: the path of its result.
+        written: the path of the result.
         python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
             them.
 

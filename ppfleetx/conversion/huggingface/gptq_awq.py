@@ -48,12 +48,12 @@ _READ: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 """quant_method -> key -> supported values; None: the key may be missing."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # eight consecutive outputs in a word, from its lowest bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight consecutive outputs in a word, from the lowest bits
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Check and return the ``quantization_config`` of a ``config.json``, with texts in lower case and the
-    default group size; None if there is none. Raises CheckpointError if the quantization is not supported."""
+    """Return the ``quantization_config`` of a ``config.json``, with texts in lower case and the default group
+    size filled in; None if there is none. Raises CheckpointError if the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
