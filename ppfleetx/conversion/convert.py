@@ -51,7 +51,7 @@ class Conversion:
         model: the network; None if the source describes it.
         dtype: the element type of the output, such as `bfloat16`; None keeps the types of the source.
         merge: whether to join the files of all ranks of a checkpoint of ppfleetx.
-        plan: the parallel plan to split a checkpoint of ppfleetx for.
+        plan: the parallel plan for which to split a checkpoint of ppfleetx; None: do not split.
         tokenizer: a directory of tokenizer files to use in place of the source's.
     """
 
@@ -140,10 +140,10 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """Return the network of the weights to convert.
+    """Return the `Model` section of the weights to convert.
 
     Args:
-        given: the network from the user; None: use the description in the source of the weights.
+        given: the section from the user; None: use the description in the source of the weights.
 
     Raises CheckpointError if the description is needed but incomplete, or if it contradicts ``given``.
     """

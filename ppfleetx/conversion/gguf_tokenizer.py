@@ -75,7 +75,8 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns the texts by file
-    name. Raises CheckpointError, naming ``place``, if the tokenizer is not supported or incomplete."""
+    name. Raises CheckpointError if the tokenizer is incomplete or not supported. ``place`` is the file, for
+    messages."""
     kind = metadata.get(f"{_KEY}model")
     if kind not in _REQUIRED:
         raise CheckpointError(

@@ -92,8 +92,8 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Convert Megatron's name of a parameter of an expert to ours; None for other parameters. Both names are
-    without the prefix of the layer. The expert keeps the number that it has in the file."""
+    """Convert Megatron's name of an expert's parameter to ours; None for other parameters. Both names lack
+    the prefix of the layer. The expert keeps the number that it has in the file."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None

@@ -33,17 +33,17 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, and blocks that are c
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Choose the corpus of each sample of a blend, in the same order as Megatron-LM's ``helpers.cpp``.
-    ``weights`` are the shares of the corpora and sum to 1. Returns, for each of ``size`` samples, the corpus
-    (int16 [size]) and the sample's number within that corpus (int64 [size])."""
+    ``weights`` are the shares of the corpora and sum to 1. Returns the corpus of each sample (int16 [size]),
+    and the sample's number within that corpus (int64 [size])."""
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
-    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns, for
-    each of the first ``size`` samples (None: for all), the corpus (int16 [size]) and the sample's number
-    within that corpus (int64 [size])."""
+    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
+    corpus of each of the first ``size`` samples (int16 [size]), and the sample's number within that corpus
+    (int64 [size]). If ``size`` is None, the order is that of all samples."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -127,8 +127,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend, at least ``num_samples``, and the number of samples
-    to prepare from each corpus."""
+    """Return the total number of samples in a weighted blend, and the number to prepare from each corpus. The
+    total is ``num_samples`` or, due to rounding, slightly more."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 

@@ -70,10 +70,10 @@ def build_dataloader(
     data_rank: int = 0,
     data_size: int = 1,
 ) -> DataLoader:
-    """Build the data loader of ``Data.<mode>`` for one data rank. The training loader starts again at the end
-    of the data. Every evaluation reads the same batches: a whole finetuning dataset, or the configured number
-    of samples from corpora. The last batch of an evaluation, if incomplete, is left out or filled with
-    padding samples, whose loss mask is 0.
+    """Build the data loader of ``Data.<mode>`` for one data rank. The training loader never ends: after the
+    last sample, it starts again. Every evaluation reads the same batches: a whole finetuning dataset, or the
+    configured number of samples from corpora. The last batch of an evaluation, if incomplete, is left out or
+    filled with padding samples, whose loss mask is 0.
 
     Raises ConfigError if the section is missing, if its dataset is unknown or needs a tokenizer that is not
     configured, or if the global batch is not divisible by micro batch size x data ranks. Raises DataError if
@@ -222,7 +222,7 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns a list for each entry, because an
-    entry may be a directory of corpora. Raises DataError."""
+    entry can be a directory of corpora. Raises DataError."""
     section = getattr(cfg.Data, mode)
     key = section.key_of(mode, "input_dir")
     try:

@@ -29,9 +29,9 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of the sections ``modes`` with their checksums, at the level
-    ``Data.<mode>.dataset.verify``, and log the result. Raises DataError if a corpus does not match, or if the
-    level is ``full`` and there are no checksums."""
+    """Compare the corpora of the data sections ``modes``, such as Train, with their checksums, and log the
+    result. ``Data.<mode>.dataset.verify`` is the level: none, index or full (`verify_corpus`). Raises
+    DataError if a corpus does not match, or if the level is ``full`` and there are no checksums."""
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
@@ -150,8 +150,8 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says where both
-    were configured."""
+    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says where the
+    tokenizer and the vocabulary size are configured."""
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:

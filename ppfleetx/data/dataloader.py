@@ -69,7 +69,7 @@ class GlobalBatchSampler:
 
     def start_after(self, consumed_samples: int, data_start: int = 0) -> None:
         """Set where later iterations start: after the first ``consumed_samples`` samples of the run.
-        ``data_start`` is the number of samples that the run had consumed when it started this dataset."""
+        ``data_start`` is the number of samples that the run had consumed when it began with this dataset."""
         self.consumed_samples, self._firsts = consumed_samples, [consumed_samples]
         self.data_start = data_start
 

@@ -5,7 +5,7 @@ The sequences of a split, repeated for each epoch and shuffled (`document_index`
 Sample k consists of L + 1 tokens of the stream, beginning with token k * L, where L is the sequence length.
 `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
 
-The arrays are cached on disk. Several processes may build them at the same time.
+The arrays are cached on disk. Several processes can build them at the same time.
 """
 
 from __future__ import annotations

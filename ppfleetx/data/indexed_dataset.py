@@ -13,7 +13,7 @@ sequences and D = documents + 1::
     34 + 4N    8N     byte offset of each sequence in .bin (int64)
     34 + 12N   8D     document boundaries counted in sequences, first 0, last N (int64)
 
-A document may have any number of sequences (sentences). Sequences are the units of shuffling and splitting.
+A document can have any number of sequences (sentences). Sequences are the units of shuffling and splitting.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer by its weight, which is dequantized when it is read.
-    The weight has the element type of the scales. It is ``[in, out]`` if ``in_out``, else ``[out, in]``.
+    """Replace the quantized tensors of each linear layer with its weight, which is dequantized when it is
+    read. The weight is ``[in, out]`` if ``in_out``, else ``[out, in]``. Its type is that of the scales.
     Raises CheckpointError if a tensor is missing or invalid."""
     scheme = quantization(hf_config)
     found = dict(tensors)

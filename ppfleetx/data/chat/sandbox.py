@@ -103,8 +103,8 @@ class TemplateRefusedError(TemplateError):
 
 
 class CompiledTemplate:
-    """A compiled chat template, which several threads may render at the same time. Raises
-    jinja2.TemplateError or TemplateLimitError if the source cannot be compiled."""
+    """A compiled chat template. Several threads can render it at the same time. Raises jinja2.TemplateError
+    or TemplateLimitError if the source cannot be compiled."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()

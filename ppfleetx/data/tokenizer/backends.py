@@ -19,9 +19,9 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Return tiktoken's rank of each token of two or more bytes that the merges produce: the index of the
-    merge that produces it. Tokens are in the order of the merges. Returns None if ranks cannot express the
-    merges."""
+    """Return tiktoken's ranks of all tokens that the merges produce. A token's rank is the index of the merge
+    that produces it. Tokens are in the order of the merges. Returns None if ranks cannot express the merges.
+    """
     # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them whenever
     # the bytes of x + y are a token. Both give the same ids if each token, encoded alone by the merges, stays
     # one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No merge has crossed

@@ -32,8 +32,8 @@ Token = dict[str, Any]
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files beside a ``tokenizer.json``, such as ``tokenizer_config.json``: their texts by name.
-    ``place`` is their directory, for messages."""
+    """The files beside a ``tokenizer.json``, such as ``tokenizer_config.json``. ``texts`` has their contents
+    by file name. ``place`` is their directory, for messages."""
 
     texts: Mapping[str, str]
     place: str = "the tokenizer"
@@ -70,8 +70,8 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The end tokens that ``eos_token_id`` of ``generation_config.json`` names; empty if it is not set.
-        Raises DataError."""
+        """The ids of the end tokens under ``eos_token_id`` in ``generation_config.json``; empty if this key
+        is not set. Raises DataError."""
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
