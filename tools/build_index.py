@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build the index maps of a configuration ahead of a run, and print their sizes and the hash of their order.
+"""Build the index maps of a configuration before a run, and print their sizes and the hash of their order.
 
 The same as `ppfleetx index`.
 """

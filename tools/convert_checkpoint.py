@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert checkpoints: Hugging Face, GGUF, FleetX, Megatron-LM in; ppfleetx, Hugging Face, GGUF out.
+"""Convert checkpoints of ppfleetx, Hugging Face, GGUF, FleetX or Megatron-LM to one of the first three.
 
 The same as `ppfleetx convert`.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Export a checkpoint (Engine.save_load.ckpt_dir) of any plan as a program that generates by itself.
+"""Export a checkpoint (Engine.save_load.ckpt_dir) as a stand-alone program that generates text.
 
 The same as `ppfleetx export`.
 """

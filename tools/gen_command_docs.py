@@ -19,7 +19,7 @@ from tools.site.pages import write_files
 Row = tuple[str, str]
 """An argument's signature and its meaning."""
 
-_MANY = 5  # verbs that share an option, from which on it is listed once
+_MANY = 5  # an option of at least this many verbs is listed only once
 
 _HEAD = """# Commands
 
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def commands_markdown() -> str:
-    """The text of ``docs/commands.md``."""
+    """Return the text of ``docs/commands.md``."""
     scripts = {
         verb: path.relative_to(_ROOT).as_posix() for path in _scripts() for verb in _verbs_run_by(path)
     }
@@ -67,7 +67,7 @@ def _verbs_run_by(path: Path) -> list[str]:
 
 
 def _section(name: str, parser: argparse.ArgumentParser, shared: Collection[Row]) -> str:
-    """A verb's section: its description, its own arguments, and the names of the arguments that it shares."""
+    """Return a verb's section: its description, its own arguments, and the names of its shared arguments."""
     description = (parser.description or "").strip().replace("``", "`")
     if re.search(r"^  ", description, re.MULTILINE):
         description = f"```text\n{description}\n```"

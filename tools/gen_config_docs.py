@@ -1,7 +1,7 @@
 """Write docs/config.md and ppfleetx/configs/schema.json from the classes of the configuration's sections.
 
-Descriptions are the strings below each field. Only this program reads them, from the source, so that loading
-a configuration takes no time for them.
+The description of a field is the string below it. Only this program reads these strings, from the source, so
+they do not slow down the loading of a configuration.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _class_bodies(module_file: str) -> dict[str, list[ast.stmt]]:
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """The string below the declaration of each field, on one line, including inherited fields."""
+    """Return the string below the declaration of each field, on one line, by field name. Inherited fields are
+    included."""
     base = section.__base__
     docs = field_docs(base) if base is not None and issubclass(base, Section) and base is not Section else {}
     module_file = sys.modules[section.__module__].__file__
@@ -82,7 +83,7 @@ def field_docs(section: type[Section]) -> dict[str, str]:
 
 
 def config_markdown() -> str:
-    """The text of ``docs/config.md``."""
+    """Return the text of ``docs/config.md``."""
     sections = "\n".join(_section_markdown(name, kind) for name, kind in _walk(RunConfig))
     rules = "\n".join(f"- {_without_numbers(rule.sentence)}" for rule in LEGAL)
     head = _HEAD.format(max_file=f"{MAX_FILE_BYTES:,}")
@@ -90,7 +91,7 @@ def config_markdown() -> str:
 
 
 def _effect_rows() -> str:
-    """The rows of a table, one for each effect."""
+    """Return table rows, one for each :class:`Effect`, with the keys that have it."""
     rows = []
     for effect in Effect:
         keys = ", ".join(f"`{key}`" for key in keys_of(effect))
@@ -99,7 +100,7 @@ def _effect_rows() -> str:
 
 
 def _without_numbers(sentence: str) -> str:
-    """A rule's sentence with ``{name}`` shown as code."""
+    """Return a rule's sentence with each ``{name}`` shown as code."""
     return sentence.replace("{", "`").replace("}", "`")
 
 
@@ -116,7 +117,8 @@ def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """The section in a key's value, or in each item of its list."""
+    """Return the section class that a key holds, directly or as the items of a list; None if there is
+    none."""
     return section_in(annotation) or section_in(item_type(annotation))
 
 
@@ -162,10 +164,10 @@ def _as_yaml(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, with ``_base_`` and ``_inherited_``, for completion in
+    """Return the JSON schema of a configuration file, with ``_base_`` and ``_inherited_``, for completion in
     editors.
 
-    No key is required here, because a base file may give it.
+    The schema requires no key, because a base file can set it.
     """
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -201,7 +203,7 @@ def _describe_properties(definition: dict[str, Any], section: type[Section]) -> 
 
 
 def texts() -> dict[Path, str]:
-    """The generated files and their texts."""
+    """Return the texts of the generated files, by path."""
     return {
         _ROOT / "docs" / "config.md": config_markdown(),
         _ROOT / "ppfleetx" / "configs" / "schema.json": json.dumps(json_schema(), indent=1) + "\n",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the key tables of docs/dialects/*.md from the translators' own tables."""
+"""Write the key tables of docs/dialects/*.md from the tables by which ppfleetx translates configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.site.pages import filled_page, write_files
 
 
 def pages() -> dict[Path, str]:
-    """The page of each dialect."""
+    """Return the text of each dialect's page, by path."""
     found: dict[Path, str] = {}
     for dialect in dialects().values():
         blocks: dict[str, str] = {}
@@ -36,7 +36,8 @@ def main() -> int:
 
 
 def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
-    """The rows of ``table``. If it includes most keys of an earlier table, a sentence replaces them."""
+    """Return the text for ``table``. If it includes most keys of an earlier table, a sentence replaces their
+    rows."""
     rows = {_row(name, key): key for key in table.keys}
     for other, keys in earlier.items():
         known = [_row(other, key) for key in keys.keys]
@@ -49,8 +50,8 @@ def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
 
 
 def key_table(keys: Iterable[Key], section: str = "") -> str:
-    """A table of the treatment of each key, with details or reasons; keys with the same treatment share a
-    row."""
+    """Return a table that says how each key is treated, with details or reasons. Keys with the same treatment
+    share a row."""
     names: dict[tuple[str, str], list[str]] = {}
     for key in keys:
         name, *answer = _row(section, key)
@@ -60,7 +61,7 @@ def key_table(keys: Iterable[Key], section: str = "") -> str:
 
 
 def _row(section: str, key: Key) -> tuple[str, str, str]:
-    """The cells of a key: name (without the heading's section), treatment, details or reason."""
+    """Return the cells of a key: name (without the heading's section), treatment, and details or reason."""
     return key.name.removeprefix(f"{section}."), _fate(key), _cell(key.says)
 
 

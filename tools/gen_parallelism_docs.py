@@ -35,7 +35,7 @@ _KINDS = {
 
 
 def blocks() -> dict[str, str]:
-    """Text of each generated block by name."""
+    """Return the text of each generated block, by name."""
     return {
         "legal combinations": legal_combinations(),
         "schedules": "\n\n".join(
@@ -49,7 +49,8 @@ def blocks() -> dict[str, str]:
 
 
 def legal_combinations() -> str:
-    """A table of the pairs of kinds that can be combined, and the number of plans."""
+    """Return a table of the pairs of kinds that can be combined, the number of legal plans, and the reasons
+    against the other pairs."""
     lines = [_row(["", *_KINDS]), _row(["---"] * (len(_KINDS) + 1))]
     refused: dict[frozenset[str], str] = {}
     for one, change in _KINDS.items():
@@ -92,8 +93,8 @@ Pass = tuple[str, int, int]
 
 
 def order_of_passes(stages: int, chunks: int, micro_batches: int, rank: int) -> list[Pass]:
-    """The passes of one pipeline rank in their order: 1F1B, or interleaved 1F1B with ``chunks`` > 1
-    (Narayanan et al., 2021, sections 2.2 and 2.3)."""
+    """Return the passes of one pipeline rank in the order of execution: 1F1B, or interleaved 1F1B if
+    ``chunks`` > 1 (Narayanan et al., 2021, sections 2.2 and 2.3)."""
     total = chunks * micro_batches
     later = stages - rank - 1
     warm_up = later if chunks == 1 else 2 * later + (chunks - 1) * stages
@@ -107,7 +108,8 @@ def order_of_passes(stages: int, chunks: int, micro_batches: int, rank: int) -> 
 
 
 def _parts(stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[int, int]]:
-    """(chunk of the rank, micro batch) in the forward order: groups of ``stages`` micro batches."""
+    """Yield (chunk of the rank, micro batch) in the order of forward passes. With several chunks, each chunk
+    processes ``stages`` micro batches before the next chunk."""
     group = stages if chunks > 1 else micro_batches
     for first in range(0, micro_batches, group):
         for part in range(chunks):
@@ -121,7 +123,8 @@ def _interleaved(stages: int, chunks: int, micro_batches: int, rank: int) -> Ite
 
 
 def timetable(stages: int, chunks: int, micro_batches: int) -> list[list[tuple[int, Pass]]]:
-    """(start, pass) of each rank if a forward pass of a chunk takes 1 unit of time and a backward pass 2."""
+    """Return (start, pass) of all passes of each rank. A forward pass of a chunk takes 1 unit of time, and a
+    backward pass 2."""
     last = stages * chunks - 1
     orders = [order_of_passes(stages, chunks, micro_batches, rank) for rank in range(stages)]
     ends: dict[Pass, int] = {}
@@ -152,7 +155,8 @@ def _needed(kind: str, chunk: int, micro: int, last: int) -> list[Pass]:
 
 
 def _picture(title: str, stages: int, chunks: int, micro_batches: int) -> str:
-    """A picture with one line per rank and one column per unit of time; the page explains the symbols."""
+    """Draw a schedule as text, with one line per rank and one column per unit of time. The page explains the
+    symbols."""
     table = timetable(stages, chunks, micro_batches)
     length = max(start + (1 if work[0] == "F" else 2) for row in table for start, work in row)
     lines = []
@@ -171,7 +175,8 @@ def _picture(title: str, stages: int, chunks: int, micro_batches: int) -> str:
 
 
 def _zero_bubble_picture(stages: int, micro_batches: int) -> str:
-    """A picture of ZB-H1, with one column for each F, B and W; W is the micro batch's letter."""
+    """Draw the ZB-H1 schedule as text, with one line per rank and one column per unit of time. F is shown as
+    the micro batch's number, B as ``-``, and W as the micro batch's letter."""
     rows = zero_bubble_timetable(stages, micro_batches)
     length = max(start + 1 for row in rows for start, _ in row)
     lines = []
@@ -186,7 +191,7 @@ def _zero_bubble_picture(stages: int, micro_batches: int) -> str:
 
 
 def zero_bubble_timetable(stages: int, micro_batches: int) -> list[list[tuple[int, ZeroBubblePass]]]:
-    """(start, pass) of each rank in ZB-H1 if F, B and W each take 1 unit of time."""
+    """Return (start, pass) of all passes of each rank in ZB-H1. F, B and W each take 1 unit of time."""
     orders = [zero_bubble_order(stage, stages, micro_batches) for stage in range(stages)]
     ends: dict[tuple[str, int, int], int] = {}
     table: list[list[tuple[int, ZeroBubblePass]]] = [[] for _ in range(stages)]

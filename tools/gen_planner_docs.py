@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the computed parts of docs/planner.md: answers of the planner, and memory of the shipped recipes."""
+"""Write the computed parts of docs/planner.md: results of the planner, and memory of the shipped recipes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SMALL, _LARGE = "V100-16GB", "V100-32GB"
 
 
 def blocks() -> dict[str, str]:
-    """Text of each generated block by name."""
+    """Return the text of each generated block, by name."""
     return {"answers": answers(), "recipes": recipes(), "ascend": sources(("910B-64GB", "910C-64GB"))}
 
 
 def sources(cards: Iterable[str]) -> str:
-    """The sources of the numbers of some cards, and which numbers are guesses."""
+    """Return a list of the sources of each card's numbers. It also says which numbers are guesses."""
     lines = []
     for name in cards:
         card = load_card(name)
@@ -54,7 +54,7 @@ def sources(cards: Iterable[str]) -> str:
 
 
 def answers() -> str:
-    """The best plan of each example, and the reasons against other plans."""
+    """Return a table of the best plan of each example, and the reasons against other plans."""
     lines = ["| model and cards | first plan | step | likely up to | MFU |", "|---|---|---|---|---|"]
     losers = []
     for model, config, devices, card in _EXAMPLES:
@@ -68,7 +68,8 @@ def answers() -> str:
 
 
 def recipes() -> str:
-    """The GiB that each recipe needs on a card, and with half the hidden size on a smaller card."""
+    """Return a table of the memory, in GiB, that each recipe needs on a large card, and that it needs on a
+    small card with half the hidden size."""
     head = f"| recipe | of {_LARGE} | half the hidden size, of {_SMALL} |"
     return "\n".join([head, "|---|---|---|", *map(_recipe, _RECIPES)])
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show the contents of a tokenised corpus, compare it with its checksums, or write checksums for it.
+"""Show the contents of a tokenized corpus, compare it with its checksums, or write checksums for it.
 
 The same as `ppfleetx inspect-data`.
 """

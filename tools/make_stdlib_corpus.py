@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the source files of this Python's standard library as json lines: a corpus without a download.
+"""Write the source files of this Python's standard library as JSON lines, a corpus that needs no download.
 
 The same as `ppfleetx stdlib-corpus`.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write several .bin/.idx corpora as one, in the order given (a directory: all its corpora, by name).
+"""Merge several .bin/.idx corpora into one, in the given order. A directory stands for all corpora in it.
 
 The same as `ppfleetx merge-data`.
 """

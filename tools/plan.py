@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predict memory and step time of a configuration under one plan, or rank all plans of a number of cards.
+"""Predict memory and step time of a configuration under one plan, or rank all plans for a number of cards.
 
 The same as `ppfleetx plan`.
 """

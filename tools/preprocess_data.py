@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Encode json lines (.gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
+"""Encode JSON lines (also .gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
 
 The same as `ppfleetx prepare`.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, as OpenAI's completions interface does.
+"""Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, with OpenAI's completions interface.
 
 The same as `ppfleetx serve`.
 """

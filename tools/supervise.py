@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a training command and start it again, a bounded number of times, when it fails.
+"""Run a training command, and restart it when it fails, up to a limited number of times.
 
 The same as `ppfleetx supervise`.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text files, folders of them.
+"""Train a byte-level BPE tokenizer on JSON lines (also .gz, .zst), plain text files, or folders of them.
 
 The same as `ppfleetx tokenizer`.
 """

@@ -43,7 +43,8 @@ class Probe:
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a copy of this probe with positions so small that rotary angles in float32 are accurate."""
+        """Return a copy of this probe with positions that are small enough for accurate rotary angles in
+        float32."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 

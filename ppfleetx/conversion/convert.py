@@ -51,7 +51,7 @@ class Conversion:
         model: the network; None if the source describes it.
         dtype: the element type of the output, such as `bfloat16`; None keeps the types of the source.
         merge: whether to join the files of all ranks of a checkpoint of ppfleetx.
-        plan: the parallel plan to split a checkpoint of ppfleetx for.
+        plan: the parallel plan for which to split a checkpoint of ppfleetx; None: do not split.
         tokenizer: a directory of tokenizer files to use in place of the source's.
     """
 
@@ -140,10 +140,10 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """Return the network of the weights to convert.
+    """Return the `Model` section of the weights to convert.
 
     Args:
-        given: the network from the user; None: use the description in the source of the weights.
+        given: the section from the user; None: use the description in the source of the weights.
 
     Raises CheckpointError if the description is needed but incomplete, or if it contradicts ``given``.
     """
@@ -184,13 +184,13 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Compare the logits of source and result of a conversion from or to Hugging Face's format, computed by
-    our network. If transformers is available and can read the Hugging Face directory, its logits are compared
-    as well. Returns the largest absolute difference.
+    """Check a conversion from or to Hugging Face's format: compare the logits that our network computes from
+    the source and from the result. If transformers is available and can read the Hugging Face directory, also
+    compare the logits that transformers computes. Returns the largest absolute difference.
 
     Args:
         job: the conversion.
-        written: the path of its result.
+        written: the path of the result.
         python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
             them.
 

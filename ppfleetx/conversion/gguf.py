@@ -36,7 +36,8 @@ from ppfleetx.utils.installed import NotInstalledError
 
 SUFFIX = ".gguf"
 QUANTIZED = ("q8_0", "q4_0", "q4_1")
-"""The quantized element types we can write. We can read every type that the ``gguf`` library can."""
+"""The quantized element types that can be written. All types that the ``gguf`` library dequantizes can be
+read."""
 _MAGIC = b"GGUF"
 _BLOCK = 32  # weights per quantization scale
 _LLAMA3_FACTORS = "rope_freqs.weight"
@@ -379,7 +380,7 @@ def _add_rope(
 ) -> None:
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
     if None in sizes:
-        return  # GPT-2 has no rotary positions; the family reports missing keys
+        return  # GPT-2, which has no rotary positions, or a network with missing keys, reported by its family
     head_dim = config.get("head_dim") or sizes[0] // sizes[1]
     if "rope_theta" in row.keys:
         config.setdefault("rope_theta", DEFAULT_BASE)
@@ -599,9 +600,9 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
     """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors and position
-    embeddings are float32. If ``dtype`` is None, other tensors keep their type. If it is a type, matrices
-    get it, with two exceptions: rows that do not divide into blocks become float16, and the word embedding
-    and the head become 8-bit."""
+    embeddings are float32. If ``dtype`` is None, other tensors keep their type. Otherwise, matrices get the
+    type ``dtype``, with two exceptions: rows that do not divide into blocks become float16, and the word
+    embedding and the head become 8-bit."""
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:

@@ -78,7 +78,8 @@ _OTHER_NAMES = {
 _WITH_BOS = ("llama-bpe", "llama")
 """Tokenizers that put BOS before a text unless the file says otherwise."""
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""Tokenizers that take a whole piece as a token if it is one, without merging (``ignore_merges``)."""
+"""Tokenizers that encode a piece of text as one token, without merging, if it is in the vocabulary
+(``ignore_merges``)."""
 
 
 # ---- in
@@ -86,7 +87,8 @@ _WHOLE_WORDS_FIRST = ("llama-bpe",)
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
     """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns the texts by file
-    name. Raises CheckpointError, naming ``place``, if the tokenizer is not supported or incomplete."""
+    name. Raises CheckpointError if the tokenizer is incomplete or not supported. ``place`` is the file, for
+    messages."""
     kind = metadata.get(f"{_KEY}model")
     if kind not in _REQUIRED:
         raise CheckpointError(
@@ -187,7 +189,7 @@ def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> lis
     for token, number in vocab.items():
         if types[number] != _NORMAL:
             continue
-        # A token is merged from every pair of tokens whose texts together are its text.
+        # Every pair of tokens whose texts together are this token's text becomes a merge.
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
         found += [(-scores[number], vocab[left], vocab[right], left, right) for left, right in known]
@@ -219,8 +221,8 @@ def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """Make the GGUF metadata of a tokenizer, with a token for each of the ``vocab_size`` rows of the
-    embedding. Raises CheckpointError if llama.cpp does not support this kind of tokenizer, or if it has more
-    tokens than that."""
+    embedding. Raises CheckpointError if llama.cpp does not support this kind of tokenizer, or if the
+    tokenizer has more tokens than the embedding has rows."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":
@@ -301,14 +303,15 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
-# llama.cpp leaves out NFC, which changes few texts, for Qwen's files, too.
+# NFC is accepted, although llama.cpp does not apply it. It changes few texts, and GGUF files of Qwen omit it,
+# too.
 _NORMALIZERS_OF_BYTES = ("NFC",)
 _NORMALIZERS_OF_CHARACTERS = ("NFC", "Prepend", "Replace")
 
 
 def _check_normalizer(tokenizer: Tokenizer, known: Collection[str]) -> None:
-    """Raise CheckpointError if a tokenizer normalizes the text by other steps than ``known``. llama.cpp would
-    encode the text without these steps."""
+    """Raise CheckpointError if a tokenizer has a normalization step that is not in ``known``. llama.cpp would
+    encode text without this step."""
     steps = [tokenizer.definition.get("normalizer")]
     for step in steps:
         if step is not None and step["type"] == "Sequence":
@@ -333,7 +336,7 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
 
 
 def _comparable(cut: Any) -> Any:
-    """Remove the settings of a ``pre_tokenizer`` that do not affect tokens, and add defaults."""
+    """Return a ``pre_tokenizer`` without the settings that do not affect tokens, and with defaults added."""
     if isinstance(cut, Mapping):
         # GPT-2's and Pythia's own files are older than use_regex, which is true by default.
         usual = {"use_regex": True, **cut} if cut.get("type") == "ByteLevel" else cut

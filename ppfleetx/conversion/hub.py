@@ -1,5 +1,5 @@
-"""Download models from the Hugging Face hub, written ``hf:org/name`` or ``hf:org/name@revision``. The
-environment variables of ``huggingface_hub``, such as ``HF_TOKEN``, apply."""
+"""Download models from the Hugging Face hub, by names such as ``hf:org/name`` or ``hf:org/name@revision``.
+The environment variables of ``huggingface_hub``, such as ``HF_TOKEN``, apply."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """Ask the hub for the model's files and commit. If the hub cannot be reached but the model is in the
-        cache, returns None, with a warning."""
+        """Ask the hub for the model's files and commit. Returns None, with a warning, if the hub cannot be
+        reached but the model is in the cache."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
             with self._errors_as_ours():

@@ -218,8 +218,8 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """Convert the parameters of a model chunk, whose first layer has number ``start`` in the whole model, to
-    the names and the layout of ppfleetx."""
+    """Convert the parameters of a model chunk to ppfleetx's names and layout. ``start`` is the number of the
+    chunk's first layer in the whole model."""
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)

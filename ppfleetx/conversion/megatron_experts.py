@@ -26,8 +26,8 @@ _READ = (
     "routed_scaling_factor",
 )  # fmt: skip
 _REFUSED = ("moe_apply_probs_on_input", "moe_latent_size", "moe_tp_extend_ep")
-# An expert is a layer (local_experts.N.linear_fc1.weight), or with Transformer Engine one tensor of a layer
-# (linear_fc1.weightN). In older versions, one tensor contains the matrices of all experts.
+# The matrix of expert N is called local_experts.N.linear_fc1.weight, or linear_fc1.weightN with Transformer
+# Engine. In older versions, one tensor contains the matrices of all experts.
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<layer>\d+)\.)?linear_(?P<linear>fc[12])\."
     r"(?P<kind>weight|bias)(?P<grouped>\d*)"
@@ -92,8 +92,8 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Convert Megatron's name of a parameter of an expert to ours; None for other parameters. Both names are
-    without the prefix of the layer. The expert keeps the number that it has in the file."""
+    """Convert Megatron's name of an expert's parameter to ours; None for other parameters. Both names lack
+    the prefix of the layer. The expert keeps the number that it has in the file."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None

@@ -44,8 +44,8 @@ class Record:
 
 
 class Kind:
-    """Base class of stand-ins for other classes, such as PyTorch's, when a pickle is read. A pickle cannot
-    set attributes of their objects."""
+    """Base class of stand-ins for classes of other libraries, such as PyTorch. A pickle cannot set attributes
+    of their instances."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")

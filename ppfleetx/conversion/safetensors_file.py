@@ -50,7 +50,8 @@ def safetensors_format(path: str | Path) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """Return the header of a safetensors file: its tensor entries, its metadata, and where the data begin."""
+    """Return the header of a safetensors file: tensor entries, metadata, and the offset of the data in
+    bytes."""
     begin = first_bytes(path)
     try:
         with safe_open(path, "numpy"):
@@ -73,9 +74,9 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into ``directory``, one at a time. They are written into one safetensors file if they
-    have at most ``max_bytes``, otherwise into several files with an index. A tensor that is larger has a file
-    of its own."""
+    """Write tensors into ``directory``, one at a time. If they have at most ``max_bytes`` in total, they are
+    written into one safetensors file, otherwise into several with an index. A tensor larger than
+    ``max_bytes`` gets a file of its own."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

@@ -59,8 +59,8 @@ class ElementType(Kind):
 
 @dataclass(eq=False)
 class TorchStorage(Kind):
-    """A PyTorch storage: a flat array of ``count`` elements, of which tensors are views. ``read(start, end)``
-    reads a range of its bytes from the file."""
+    """A PyTorch storage: a flat array of ``count`` elements. Tensors are views of such arrays. ``read``
+    reads a range ``(start, end)`` of the storage's bytes from the file."""
 
     dtype: str
     count: int

@@ -17,13 +17,14 @@ from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
-"""Increase this when equal weights give a different order than before."""
+"""Version of the blending order, a part of cache names and fingerprints. Increase it when equal weights give
+a different order than before."""
 
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 
 SURPLUS = 0.005
-"""Extra share of samples that each corpus prepares, because the blend may take slightly more than the
-corpus's weight."""
+"""Fraction of extra samples to prepare from each corpus, because the blend can take slightly more samples
+than the corpus's weight says."""
 
 
 _BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # two output arrays, and the intermediate arrays of the build
@@ -32,17 +33,17 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, and blocks that are c
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Choose the corpus of each sample of a blend, in the same order as Megatron-LM's ``helpers.cpp``.
-    ``weights`` are the shares of the corpora and sum to 1. Returns, for each of ``size`` samples, the corpus
-    (int16 [size]) and the sample's number within that corpus (int64 [size])."""
+    ``weights`` are the shares of the corpora and sum to 1. Returns the corpus of each sample (int16 [size]),
+    and the sample's number within that corpus (int64 [size])."""
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
-    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns, for
-    each of the first ``size`` samples (None: for all), the corpus (int16 [size]) and the sample's number
-    within that corpus (int64 [size])."""
+    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
+    corpus of each of the first ``size`` samples (int16 [size]), and the sample's number within that corpus
+    (int64 [size]). If ``size`` is None, the order is that of all samples."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -83,8 +84,8 @@ def _choose(
 
 
 def _guess_counts(weights: np.ndarray, step: int) -> np.ndarray:
-    """Guess how many of the first ``step`` samples of a blend each corpus gives: integers close to
-    ``weights * step`` that sum to ``step``."""
+    """Estimate how many of the first ``step`` samples of a blend come from each corpus. Returns integers
+    close to ``weights * step`` that sum to ``step``."""
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -99,7 +100,7 @@ def _choose_in_blocks(
     `_BLOCK_STEPS` consecutive samples of the blend.
 
     Args:
-        limits: the size of each corpus, or infinity if its size does not matter.
+        limits: the size of each corpus, or infinity for no limit.
         steps: the first sample of each block.
         taken: the number of samples taken from each corpus before each block, [blocks, corpora].
 
@@ -126,8 +127,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the number of samples in a weighted blend, at least ``num_samples``, and the number of samples
-    to prepare from each corpus."""
+    """Return the total number of samples in a weighted blend, and the number to prepare from each corpus. The
+    total is ``num_samples`` or, due to rounding, slightly more."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
@@ -225,7 +226,7 @@ class BlendedDataset:
     @property
     def sources(self) -> list[str]:
         """The names of the corpora, indexed by ``source_ids``. A name is the last component of the corpus's
-        path; if these are not unique, it is the whole path without suffix.
+        path. If two corpora have the same last component, all names are whole paths without suffix.
         """
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]

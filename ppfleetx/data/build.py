@@ -54,8 +54,8 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run wants from its corpora: for all training steps if ``mode`` is
-    Train, for one evaluation if it is Eval or Test. The corpora may have fewer."""
+    """Return the number of samples that a run needs from its corpora: for all training steps if ``mode`` is
+    Train, for one evaluation if it is Eval or Test. The corpora can have fewer."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
@@ -70,9 +70,10 @@ def build_dataloader(
     data_rank: int = 0,
     data_size: int = 1,
 ) -> DataLoader:
-    """Build the data loader of ``Data.<mode>`` for one data rank. Training never ends. Every evaluation reads
-    the same batches: all of a finetuning dataset, or as many samples of corpora as the configuration asks
-    for. An incomplete last batch is left out, or filled with padding samples, whose loss mask is 0.
+    """Build the data loader of ``Data.<mode>`` for one data rank. The training loader never ends: after the
+    last sample, it starts again. Every evaluation reads the same batches: a whole finetuning dataset, or the
+    configured number of samples from corpora. The last batch of an evaluation, if incomplete, is left out or
+    filled with padding samples, whose loss mask is 0.
 
     Raises ConfigError if the section is missing, if its dataset is unknown or needs a tokenizer that is not
     configured, or if the global batch is not divisible by micro batch size x data ranks. Raises DataError if
@@ -99,7 +100,7 @@ def build_dataloader(
         tail=tail,
         shuffle_seed=_seed(cfg, mode) if shuffles else None,
     )
-    if sampler.num_steps == 0:  # such as an exhaustive blend, which repeats nothing
+    if sampler.num_steps == 0:  # evaluation data without a full batch, such as a small exhaustive blend
         raise DataError(
             f"Data.{mode}: the dataset has {counted(total, 'sample', ',')}, less than the global batch of "
             f"{batch.global_batch_size:,}, and an incomplete batch is left out. To read it, set "
@@ -147,7 +148,7 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
     """Build a finetuning dataset of prompts and responses."""
-    from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # Jinja is for finetuning alone
+    from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # only finetuning needs Jinja
 
     return PromptResponseDataset(*_finetuning_inputs(cfg, mode))
 
@@ -171,8 +172,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return what the finetuning dataset of ``Data.<mode>`` needs: its section, the tokenizer, and a number.
-    Samples are padded to a multiple of this number. Raises ConfigError if no tokenizer is configured."""
+    """Return the inputs of the finetuning dataset of ``Data.<mode>``: its section, the tokenizer, and the
+    number to whose multiples sample lengths are padded. Raises ConfigError if no tokenizer is configured."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -188,8 +189,8 @@ def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Token
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """Load the tokenizer that ``Data.tokenizer`` describes. None if there is no such section, or if it names
-    no files and keeps the default name, BPE. Raises DataError."""
+    """Load the tokenizer that ``Data.tokenizer`` describes. Returns None if there is no such section, or if
+    the section names no files and keeps the default name, BPE. Raises DataError."""
     files = cfg.Data.tokenizer
     if files is None or (not files.given and files.name == "BPE"):
         return None
@@ -205,8 +206,8 @@ def _place(cfg: RunConfig, key: str) -> str:
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """Return the end-of-document id that the dataset's section sets. If it sets none but one of its options
-    needs the id, return the tokenizer's; otherwise None."""
+    """Return the end-of-document id that the dataset's section sets. If the section sets none, but has an
+    option that needs the id, return the tokenizer's id. Otherwise return None."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -221,7 +222,7 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns a list for each entry, because an
-    entry may be a directory of corpora. Raises DataError."""
+    entry can be a directory of corpora. Raises DataError."""
     section = getattr(cfg.Data, mode)
     key = section.key_of(mode, "input_dir")
     try:
@@ -312,8 +313,8 @@ def _order(
         weights = [part.weight for part in parts]
         total, sizes = blend_sizes(weights, num_samples)
         order = weighted_order(weights, total, directory)
-        # For some short blends Megatron-LM's surplus is too small and it raises an error; `at_least` avoids
-        # that.
+        # For some short blends, SURPLUS is too small, and Megatron-LM raises an error. Here, `at_least` adds
+        # the missing samples.
         needed = zip(parts, sizes, order.counts, strict=True)
         datasets = [dataset(part, size, at_least=count) for part, size, count in needed]
     return BlendedDataset(datasets, order)

@@ -1,5 +1,5 @@
 """Checksums of a tokenized corpus, in the file ``PREFIX.checksums.json`` beside it: a CRC-32 of each 1 MiB
-block of ``PREFIX.bin`` and ``PREFIX.idx``, and a CRC-32 of this list of checksums."""
+block of ``PREFIX.bin`` and ``PREFIX.idx``, and a CRC-32 of the checksum file's own content."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of the sections ``modes`` with their checksums, at the level
-    ``Data.<mode>.dataset.verify``, and log the result. Raises DataError if a corpus does not match, or if the
-    level is ``full`` and there are no checksums."""
+    """Compare the corpora of the data sections ``modes``, such as Train, with their checksums, and log the
+    result. ``Data.<mode>.dataset.verify`` is the level: none, index or full (`verify_corpus`). Raises
+    DataError if a corpus does not match, or if the level is ``full`` and there are no checksums."""
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
@@ -78,8 +78,8 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
-    """Describe a damaged block in a sentence, which names the damaged documents if the block is in the
-    ``.bin`` file. ``corpus`` is None if its index cannot be read; the documents are then not named."""
+    """Return a sentence that describes a damaged block. For a block of the ``.bin`` file, it also names the
+    damaged documents, unless ``corpus`` is None because its index cannot be read."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     sequences = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
@@ -97,9 +97,9 @@ def _opened(prefix: str) -> IndexedDataset | None:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """Look for all damage in a corpus. Returns sentences that describe it, and whether the corpus has
-    checksums. Single damaged blocks are found only with checksums. Raises MissingDataError if the corpus does
-    not exist."""
+    """Find all damage in a corpus. Returns a list of sentences that describe the damage, and whether the
+    corpus has checksums. Without checksums, damaged token ids are not found. Raises MissingDataError if the
+    corpus does not exist."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -125,14 +125,15 @@ def _damaged_blocks(prefix: str) -> list[str]:
 
 
 _PART = 1 << 16  # tokens read at a time
-_MOST_TOKENS = 1 << 24  # tokens checked in all corpora, which takes about 0.1 s
-_FEWEST_TOKENS = 1 << 18  # tokens checked in each corpus, at least
+_MOST_TOKENS = 1 << 24  # maximum number of tokens checked in all corpora together; takes about 0.1 s
+_FEWEST_TOKENS = 1 << 18  # minimum number of tokens checked in each corpus
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
     """Check that the token ids of the tokenizer and of the corpora of Train and Eval are below
-    ``Model.vocab_size``, and return a report as lines of text. Of large corpora, only a sample is read.
-    Missing files are not an error; the report names them. Raises DataError for a damaged file or a larger id.
+    ``Model.vocab_size``. Returns a report as lines of text. Large corpora are checked on a sample of their
+    tokens. Missing files are not an error; the report mentions them. Raises DataError for a damaged file or a
+    larger id.
     """
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
@@ -149,8 +150,8 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says where both
-    were configured."""
+    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says where the
+    tokenizer and the vocabulary size are configured."""
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:
@@ -216,7 +217,7 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 <<
 
 
 def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
-    if num_tokens <= max(most_tokens, 2 * _PART):  # two parts, the fewest of a sample, would overlap
+    if num_tokens <= max(most_tokens, 2 * _PART):  # a sample has at least two parts, which must not overlap
         starts = range(0, num_tokens, _PART)
     else:
         count = max(2, most_tokens // _PART)

@@ -68,8 +68,8 @@ class GlobalBatchSampler:
         self._pass, self._permutation = -1, np.empty(0, np.int64)
 
     def start_after(self, consumed_samples: int, data_start: int = 0) -> None:
-        """Start every iteration from now on after ``consumed_samples``. The first sample of the dataset
-        followed after ``data_start`` of them."""
+        """Set where later iterations start: after the first ``consumed_samples`` samples of the run.
+        ``data_start`` is the number of samples that the run had consumed when it began with this dataset."""
         self.consumed_samples, self._firsts = consumed_samples, [consumed_samples]
         self.data_start = data_start
 
@@ -183,8 +183,8 @@ def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBa
 
 
 class DataLoader:
-    """Reads the batches of one data rank. Iterating yields, for each step, a list of micro batches of NumPy
-    arrays, and always starts at the sampler's first step. ``num_workers`` threads read steps in advance."""
+    """Reads the batches of one data rank. Iterating yields a list of micro batches for each step. Every
+    iteration starts at the sampler's first step. ``num_workers`` threads read steps in advance."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
         self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers

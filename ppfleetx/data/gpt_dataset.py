@@ -83,11 +83,11 @@ def index_directory(corpus: TokenStore, cache_dir: str | Path | None) -> Path:
 
 class GPTDataset:
     """Samples of ``options.sequence_length`` tokens, cut from the sequences ``[first, last)`` of a corpus, in
-    shuffled order. Raises DataError if they have too few tokens for one sample.
+    shuffled order. Raises DataError if these sequences have too few tokens for one sample.
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: if the epochs for ``num_samples`` have fewer samples than this, prepare this number instead.
+        at_least: minimum number of samples to prepare, if the epochs for ``num_samples`` have fewer.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """

@@ -1,11 +1,11 @@
-"""The order of training samples, stored in three arrays that are equal to those of Megatron-LM's
+"""The order of training samples, stored in the same three arrays as in Megatron-LM's
 ``core/datasets/gpt_dataset.py``.
 
 The sequences of a split, repeated for each epoch and shuffled (`document_index`), form one stream of tokens.
 Sample k consists of L + 1 tokens of the stream, beginning with token k * L, where L is the sequence length.
 `sample_index` holds the start of each sample, and `shuffle_index` the order in which samples are read.
 
-The arrays are cached on disk. Several processes may build them at the same time.
+The arrays are cached on disk. Several processes can build them at the same time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ppfleetx.utils.machine import available_bytes
 from ppfleetx.utils.output_files import atomic_write
 
 ORDER_VERSION = 1
-"""Increase this when equal arguments give different maps than before. It is part of cache names and
-fingerprints."""
+"""Version of the sample order, a part of cache names and fingerprints. Increase it when equal arguments give
+other maps than before."""
 
 _CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
 _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed
@@ -166,7 +166,8 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
     """Return a hash of exactly the inputs that determine the order of samples."""
-    # Not the number of samples: a longer run that begins with the same samples has the same fingerprint.
+    # The number of samples is left out: a longer run that begins with the same samples has the same
+    # fingerprint.
     decisive = {
         "version": ORDER_VERSION,
         "corpus": corpus,
@@ -193,10 +194,14 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Return the arrays ``names`` that are cached in ``directory`` under ``key``, memory-mapped. If they are
-    missing or damaged, they are built by ``build`` and cached first. If ``directory`` cannot be written, they
-    are returned as built, with a warning. ``about`` is a description to store with them. Building takes
-    ``num_bytes`` of memory; raises DataError if less is free."""
+    """Return the arrays ``names``, memory-mapped from the cache in ``directory``. If they are missing or
+    damaged, ``build`` makes them, and they are cached under ``key``. If the cache cannot be written, returns
+    the arrays in memory, with a warning.
+
+    Args:
+        about: a description to store with the arrays.
+        num_bytes: the memory that ``build`` takes. Raises DataError if less is free.
+    """
     stored = _load(directory, key, names)
     if stored is not None:
         return stored

@@ -13,7 +13,7 @@ sequences and D = documents + 1::
     34 + 4N    8N     byte offset of each sequence in .bin (int64)
     34 + 12N   8D     document boundaries counted in sequences, first 0, last N (int64)
 
-A document may have any number of sequences (sentences). Sequences are the units of shuffling and splitting.
+A document can have any number of sequences (sentences). Sequences are the units of shuffling and splitting.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class IndexedDatasetWriter:
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document. Its ``tokens`` are divided into sequences with these ``lengths``."""
+        """Append one document. Its ``tokens`` are divided into sequences of the given ``lengths``."""
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:

@@ -63,7 +63,7 @@ class TextFile:
 
     @property
     def position(self) -> int:
-        """How far the file on disk has been read, in bytes (of compressed data, if it is compressed)."""
+        """The number of bytes of the file read so far. For a compressed file, these are compressed bytes."""
         return self._raw.tell()
 
     def _unpacked(self) -> BinaryIO | _ZstdFile:

@@ -27,7 +27,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are not files in docs/."""
+    """Add the generated pages, which are not files in docs/."""
     from mkdocs.structure.files import File
 
     for name, text in generated_pages().items():
@@ -47,8 +47,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def generated_pages() -> dict[str, str]:
-    """Texts by page name: the module page of each package, and the root's files with links that work in
-    docs/."""
+    """Return the texts of generated pages, by page name: the module page of each package, and files of the
+    project's root with links that work in docs/."""
     pages = {module_page(package): _module_text(package) for package in packages()}
     for page, name in ROOT_FILES.items():
         pages[page] = _LINK_INTO_DOCS.sub(r"\1", (ROOT / name).read_text("utf-8"))
@@ -56,14 +56,14 @@ def generated_pages() -> dict[str, str]:
 
 
 def packages() -> list[str]:
-    """The dotted names of all packages of ppfleetx, except packages of shipped YAML files."""
+    """Return the dotted names of all packages of ppfleetx, except packages of shipped YAML files."""
     files = sorted((ROOT / "ppfleetx").rglob("__init__.py"))
     names = [".".join(path.parent.relative_to(ROOT).parts) for path in files]
     return [name for name in names if not name.startswith("ppfleetx.configs")]
 
 
 def module_page(package: str) -> str:
-    """The page of one package."""
+    """Return the name of a package's page."""
     return f"{MODULES}{package.removeprefix('ppfleetx').strip('.') or 'ppfleetx'}.md"
 
 

@@ -11,9 +11,10 @@ _BEGIN, _END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
 
 
 def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None) -> int:
-    """Run the command of such a program: write the files that have changed.
+    """Run a program that generates documentation: write the files whose texts have changed. Returns the exit
+    code.
 
-    With ``--check`` it writes nothing, and the exit code is 1 if a file is stale.
+    With the option ``--check``, nothing is written, and the exit code is 1 if a file is stale.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
@@ -30,13 +31,13 @@ def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None
 
 
 def filled_page(name: str, blocks: Mapping[str, str], tool: str) -> dict[Path, str]:
-    """``docs/NAME`` with its generated blocks filled in, for :func:`write_files`."""
+    """Return {path: text} of ``docs/NAME`` with its generated blocks filled in, for :func:`write_files`."""
     path = ROOT / "docs" / name
     return {path: filled(path.read_text("utf-8"), blocks, tool)}
 
 
 def filled(page: str, blocks: Mapping[str, str], tool: str) -> str:
-    """Return ``page`` with the ``blocks`` that ``tool`` generates.
+    """Return the text ``page`` with the ``blocks`` that ``tool`` generates filled in.
 
     Raises:
         ValueError: a block's marks are missing.

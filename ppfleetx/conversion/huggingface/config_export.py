@@ -31,13 +31,13 @@ def hf_config(
     Args:
         dtype: the element type of the weights, named as in safetensors files.
         original: the ``config.json`` that the weights came with, which is kept if it describes this network.
-        token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``. Others are written as null:
-            transformers' defaults may lie outside of the vocabulary.
+        token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``. Other token ids are written
+            as null, because transformers' defaults can be outside the vocabulary.
 
     Raises CheckpointError if no Hugging Face network matches.
     """
     if original is not None and describes(original, model):
-        # auto_map names programs that stay behind.
+        # auto_map names Python files, which are not copied.
         config = {key: value for key, value in original.items() if key not in ("dtype", "auto_map")}
     else:
         config = _config_of(model) | dict.fromkeys(_TOKENS) | dict(token_ids or {})
@@ -74,8 +74,8 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """If all layers have experts, set the width of dense MLPs, which is then unused, to the width of an
-    expert. Some model types have one key for both widths."""
+    """Return a ``Model`` section in which dense MLPs have the width of an expert, if all layers have experts.
+    The width of dense MLPs is then unused. Some model types have one key for both widths."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -98,7 +98,7 @@ def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _as_stored(model: ModelConfig) -> ModelConfig:
-    """Remove from a ``Model`` section what does not change the weights in a Hugging Face file: vocabulary
-    padding, and the balancing loss of experts."""
+    """Return a ``Model`` section without the settings that do not affect the weights in a Hugging Face file:
+    vocabulary padding, and the balancing loss of experts."""
     moe = model.moe and model.moe.model_copy(update={"aux_loss": BalanceLossConfig(kind="none")})
     return model.model_copy(update={"vocab_size_divisible_unit": 1, "moe": moe})

@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = {
     "task_specific_params", "classifier_dropout", "neftune_noise_alpha", "embd_pdrop", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
-    "auto_map",  # as in transformers without trust_remote_code; directory.py says so
+    "auto_map",  # ignored, as in transformers without trust_remote_code; directory.py warns
     *GENERATION_KEYS,  # older files have them here
     QUANTIZATION,  # checked separately
 }  # fmt: skip
@@ -133,7 +133,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if a key has a value that the key of our ``Model`` section cannot have."""
+    """Raise CheckpointError if the value of a key is not valid for the key of our ``Model`` section to which
+    it is converted."""
     for key in family.keys.keys() & config.keys():
         kind = annotation_at(ModelConfig, family.keys[key][0].split()[0].split("."))
         try:
@@ -149,8 +150,8 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a ``config.json``. If it has keys of Paddle's libraries, remove the keys that
-    transformers does not need, and set ``tie_word_embeddings``.
+    """Return a copy of a ``config.json``. If it has keys of Paddle's libraries, the copy omits the keys that
+    transformers does not need, and sets ``tie_word_embeddings``.
 
     Args:
         keys: the result of :func:`model_keys` for ``config``.

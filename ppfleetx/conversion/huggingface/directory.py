@@ -128,8 +128,8 @@ def write_hf(
         source: facts about the origin of the weights (``Weights.source``), if they came from :func:`read_hf`.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: larger weights are split into several files with an index. A tensor that is larger has
-            a file of its own.
+        max_file_bytes: maximum size of a weight file. Larger weights are split into several files with an
+            index. A single larger tensor gets a file of its own.
 
     Raises CheckpointError if no Hugging Face network can express this network.
     """
@@ -200,8 +200,13 @@ def _of_next_tokens(names: Collection[str], config: Mapping[str, Any], keys: Map
 def _check_left_over(
     names: Collection[str], stored: Mapping[str, LazyTensor], directory: Path, *, tied_to: str | None
 ) -> None:
-    """Raise CheckpointError if ``names``, the unused tensors of the directory, has others than buffers,
-    biases that are all zero, and a head that equals ``tied_to``, the word embedding to which it is tied."""
+    """Raise CheckpointError if an unused tensor cannot be ignored. Buffers, biases that are all zero, and a
+    tied head that equals the word embedding are ignored.
+
+    Args:
+        names: the names of the unused tensors.
+        tied_to: the name of the word embedding, if the head is tied to it; else None.
+    """
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS.intersection(names) if tied_to is not None else set()

@@ -96,7 +96,8 @@ class Family:
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """Replace aliases in a ``config.json`` by the usual keys. Raises CheckpointError if they disagree."""
+        """Replace aliases in a ``config.json`` with the usual keys. Raises CheckpointError if an alias and
+        the usual key have different values."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:

@@ -72,7 +72,7 @@ _OF_SAMPLING, _OF_SEARCH = {"top_h", "epsilon_cutoff", "eta_cutoff"}, {"renormal
 KEYS = {*_SAME, *_HARMLESS, *_WITHOUT_COUNTERPART}
 """All known keys of transformers."""
 DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
-"""transformers' defaults of our keys, where they differ from ours."""
+"""transformers' defaults for our keys, where they differ from our own defaults."""
 
 
 def generation_defaults(

@@ -48,12 +48,12 @@ _READ: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 """quant_method -> key -> supported values; None: the key may be missing."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # eight consecutive outputs in a word, from its lowest bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight consecutive outputs in a word, from the lowest bits
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Check and return the ``quantization_config`` of a ``config.json``, with texts in lower case and the
-    default group size; None if there is none. Raises CheckpointError if the quantization is not supported."""
+    """Return the ``quantization_config`` of a ``config.json``, with texts in lower case and the default group
+    size filled in; None if there is none. Raises CheckpointError if the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -85,8 +85,8 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer by its weight, which is dequantized when it is read.
-    The weight has the element type of the scales. It is ``[in, out]`` if ``in_out``, else ``[out, in]``.
+    """Replace the quantized tensors of each linear layer with its weight, which is dequantized when it is
+    read. The weight is ``[in, out]`` if ``in_out``, else ``[out, in]``. Its type is that of the scales.
     Raises CheckpointError if a tensor is missing or invalid."""
     scheme = quantization(hf_config)
     found = dict(tensors)

@@ -277,7 +277,7 @@ LLAMA_KIN: dict[str, Family] = {
         "Gemma2ForCausalLM",
         ROTARY,
         pattern(2),
-        # transformers has limits for a missing key, and none for null.
+        # If these keys are missing, transformers uses default limits; null means no limit.
         required=(*_SIZES_OF_HEADS, "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3_text": _GEMMA2.variant(

@@ -25,7 +25,7 @@ def to_hf_layout(
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a model directory with Hugging Face's names and layout. A Llama that Paddle's
     libraries wrote is converted; a GPT-2 is returned unchanged. Raises CheckpointError if these libraries
-    wrote another model, or if the layout is ambiguous or not supported.
+    wrote a model of another type, or if the layout is ambiguous or not supported.
 
     Args:
         config: the ``config.json``.

@@ -19,7 +19,7 @@ _TURNED_PART = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
 """The default fraction of each head that is rotated, if config.json does not give it."""
-_PHI3_LENGTH = 4096  # Phi-3's default; it ignores the key inside rope_scaling
+_PHI3_LENGTH = 4096  # Phi-3's default; Phi-3 ignores this key inside rope_scaling
 # Keys that transformers knows; keys of other scaling types have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
@@ -108,7 +108,7 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return which of the ``config.json`` keys ``rope_scaling`` and ``rope_parameters`` applies, and its
-    value. Raises CheckpointError if it has separate settings for kinds of layers."""
+    value. Raises CheckpointError if the value has different settings for different kinds of layers."""
     # transformers 5 makes the same choice.
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
@@ -135,7 +135,7 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
     is_phi3 = config.get("model_type") == "phi3"
     if is_phi3 and kind in ("su", "yarn"):
         kind = "longrope"  # its former names
-    if kind in ("default", "dynamic"):  # the latter sets in behind the longest sequence that is allowed here
+    if kind in ("default", "dynamic"):  # "dynamic" only affects longer sequences than are allowed here
         return None
     if kind not in _TYPES:
         raise CheckpointError(

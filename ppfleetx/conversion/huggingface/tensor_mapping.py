@@ -79,7 +79,7 @@ class Rule:
         """Build one Hugging Face tensor, without vocabulary padding, from our parameter ``array``.
 
         Args:
-            index: which tensor, as an index into ``theirs``.
+            index: the index of this tensor in ``theirs``.
         """
         if self.num_heads is not None:
             return array.reshape(self.shapes[0])

@@ -1,8 +1,8 @@
-"""Run chat templates in Jinja, with the extensions that Hugging Face transformers offers to them, such as
+"""Run chat templates in Jinja, with the extensions that Hugging Face transformers offers them, such as
 ``generation`` blocks and ``raise_exception``.
 
-Jinja's sandbox denies templates access to Python. Endless loops and huge texts raise TemplateLimitError. This
-does not stop a determined attacker.
+Jinja's sandbox denies templates access to Python. Endless loops and huge texts raise TemplateLimitError.
+These limits do not stop a determined attacker.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 3_000_000
-"""The most lines of compiled template code to run. A conversation of 100 turns takes a few thousand."""
+"""Maximum number of steps of a template: executed lines, calls and returns. A conversation of 100 turns takes
+a few thousand."""
 MAX_SIZE = 1 << 24
-"""The most characters of a text, or elements of a list, that a template may build."""
+"""Maximum size of a text (in characters) or a list (in elements) that a template can build."""
 _MAX_NUMBER = 1_000_000  # largest number that may be passed to a filter or function
 _MAX_BITS = 1 << 16
 
@@ -94,7 +95,7 @@ def _has_size(value: Any) -> bool:
 
 
 Span = tuple[int, int]
-"""Offsets of the first character and of the character after the last."""
+"""A range of characters ``[start, end)``, as a pair of offsets."""
 
 
 class TemplateRefusedError(TemplateError):
@@ -102,8 +103,8 @@ class TemplateRefusedError(TemplateError):
 
 
 class CompiledTemplate:
-    """A compiled chat template, which several threads may render at the same time. Raises
-    jinja2.TemplateError or TemplateLimitError if the source cannot be compiled."""
+    """A compiled chat template. Several threads can render it at the same time. Raises jinja2.TemplateError
+    or TemplateLimitError if the source cannot be compiled."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -157,7 +158,7 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Jinja code generator that replaces the operator ``~`` (concatenation) by a call of
+    """Jinja code generator that replaces the operator ``~`` (concatenation) with a call to
     ``_Environment.concatenate``, which limits the length of the result."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)

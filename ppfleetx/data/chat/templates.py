@@ -1,5 +1,5 @@
-"""Chat templates, which turn a conversation into the text that a chat model was trained on. The text equals
-that of Hugging Face's ``apply_chat_template``.
+"""Chat templates, which turn a conversation into text in the format that a chat model was trained on. The
+text equals the result of Hugging Face's ``apply_chat_template``.
 
 Templates are read from ``chat_template.jinja`` and ``additional_chat_templates/`` in the tokenizer's
 directory, or else from ``chat_template`` in ``tokenizer_config.json``.
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` (a text, or None) and any other keys that a template uses."""
+"""A message of a conversation, with the keys ``role``, ``content`` (a text or None) and any others that a
+template uses."""
 DEFAULT = "default"
 TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
-"""Texts that end an answer under the plain template, because there the model starts to write the next
-turn."""
+"""Texts that end an answer under the plain template, because with them the model begins the next turn."""
 PLAIN = """\
 {%- for message in messages %}
 {{- message.role | capitalize }}:
@@ -65,7 +65,7 @@ class ChatTemplate:
         special_tokens: texts of special tokens, by names such as ``bos_token``.
         place: where the template comes from, for messages.
         stops: texts that end an answer, in addition to the end tokens.
-        is_plain: whether this is our own template, for models without one.
+        is_plain: whether this is `PLAIN`, our template for models without one.
     """
 
     source: str
@@ -101,8 +101,8 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render a conversation as text. With ``add_generation_prompt``, the text ends where the model is to
-        write its answer. ``variables`` are passed to the template and override the special tokens. Raises
+        """Render a conversation as text. With ``add_generation_prompt``, the text ends with the beginning of
+        an assistant's turn. ``variables`` are passed to the template and override the special tokens. Raises
         ChatError if the template refuses the conversation or fails, and DataError if it is not valid
         Jinja."""
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
@@ -159,8 +159,9 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """Return the tokenizer's chat template ``name``. None: its default template, or the plain template if it
-    has no templates. Raises ConfigError if there is no such template, and DataError if a file is damaged."""
+    """Return the tokenizer's chat template ``name``. If ``name`` is None, returns the default template, or
+    the plain template if the tokenizer has no templates. Raises ConfigError if there is no such template, and
+    DataError if a file is damaged."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
         eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}
@@ -215,8 +216,8 @@ def render_with_answers(
     Raises DataError if the template is not valid Jinja."""
     if template.marks_answers:
         return template.render_spans(messages, **variables)
-    # Without generation blocks, a turn is what it adds to the text of the messages before it or, if later
-    # messages change this text (Qwen3), what surrounds a placeholder in the whole conversation.
+    # Without generation blocks, the span of a turn is the text that it adds to the messages before it. If
+    # later messages change how this text is rendered (Qwen3), a placeholder in the turn shows where it is.
     turns = _Turns(template, messages, variables)
     spans = [turns.span(number) for number, one in enumerate(messages) if one["role"] == ASSISTANT]
     return turns.text, spans
@@ -291,9 +292,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` where the generation prompt ends. If ``text`` has only the beginning
-        of the prompt, return where that ends; 0 if it has no part of it. The template writes this prompt
-        before an answer."""
+        """Return the offset in ``text`` where the generation prompt (the text that the template writes before
+        an answer) ends. If ``text`` has only the beginning of this prompt, returns where the beginning ends.
+        If ``text`` has no part of the prompt, returns 0."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

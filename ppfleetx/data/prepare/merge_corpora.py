@@ -26,8 +26,9 @@ from ppfleetx.utils.progress_bar import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Concatenate the corpora ``prefixes`` to a new corpus ``out``. Raises DataError if an input is missing
-    or damaged, if dtypes differ, or if ``out`` is one of the inputs, or exists and ``overwrite`` is False."""
+    """Concatenate the corpora ``prefixes`` into a new corpus ``out``. Raises DataError if an input is missing
+    or damaged, if dtypes differ, if ``out`` is one of the inputs, or if ``out`` exists and ``overwrite`` is
+    False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")

@@ -81,8 +81,8 @@ class _Skip(Exception):  # noqa: N818 - control flow within this file
 
 
 class ChunkEncoder:
-    """The function that worker processes apply to each chunk: encodes the fields ``keys`` of all documents.
-    With ``append_eod``, each nonempty text gets an end-of-document token at its end."""
+    """Encodes the fields ``keys`` of all documents in a chunk. Worker processes call an instance for each
+    chunk. With ``append_eod``, an end-of-document token is added after each nonempty text."""
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool, dtype: np.dtype
@@ -188,7 +188,7 @@ class Problems:
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
         self._num_skipped = 0 if result.num_documents else self._num_skipped + result.num_seen
-        # So many documents are skipped if the file is of another kind.
+        # A file with this many skipped documents in a row is of another kind.
         if self._num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
             which = "first" if self._num_skipped == self._num_seen else "last"
             count = f"{which} {self._num_skipped:,} {_UNITS[chunk.kind]}s"
@@ -218,12 +218,12 @@ def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
     """Context manager that applies ``function`` to all ``items`` in worker processes, or with ``workers=1``
-    in this process. It gives an iterator over ``(item, function(item))`` in the order of ``items``, which
+    in this process. Gives an iterator over ``(item, function(item))`` in the order of ``items``. The iterator
     raises DataError if a worker dies."""
     if workers == 1:
         yield ((item, function(item)) for item in items)
         return
-    # Forking is fast and needs no pickling, but other systems lack it or make it unsafe.
+    # Forking is fast and needs no pickling, but it is missing or unsafe on systems other than Linux.
     method = "fork" if sys.platform == "linux" else "spawn"
     pool = ProcessPoolExecutor(
         workers,
@@ -262,7 +262,7 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
     # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # If the parent is killed, a worker would otherwise wait for work forever.
+    # Without this thread, a worker would wait for work forever if the parent is killed.
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
@@ -332,9 +332,9 @@ def preprocess(
     ``keys``, the fields of the JSON documents. Plain text counts as the field "text".
 
     Documents that are empty, damaged, without a text for one of ``keys``, or longer than
-    ``max_document_bytes`` are skipped and reported; with ``strict``, they are errors. An uncompressed file
-    that is one document may have any length. A run that fails while encoding leaves no new files. Raises
-    DataError for bad input, an existing output, no documents, or a worker that died.
+    ``max_document_bytes`` are skipped and reported; with ``strict``, they are errors. This size limit does
+    not apply to an uncompressed file that is one document. A run that fails while encoding leaves no new
+    files. Raises DataError for bad input, an existing output, no documents, or a worker that died.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

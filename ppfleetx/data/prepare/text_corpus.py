@@ -29,9 +29,9 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 @dataclass(frozen=True)
 class _Ends:
     """Functions that find the ends of documents. ``first(data)`` and ``last(data)`` return the offset after
-    the first or the last delimiter in ``data``, or 0 if there is none. ``overlap`` is the number of bytes at
-    the end of a block that are searched again with the next block: the length of the longest delimiter minus
-    1."""
+    the first or the last delimiter in ``data``, or 0 if there is none. ``overlap`` is the length of the
+    longest delimiter minus 1: this many bytes at the end of a block are searched again with the next
+    block."""
 
     first: Callable[[bytes], int]
     last: Callable[[bytes], int]
@@ -53,7 +53,7 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Regroup the data of a file, which arrives in ``blocks`` of any size, into parts of whole documents.
+    """Regroup ``blocks``, the data of a file in pieces of any size, into pieces that contain whole documents.
     Yields None in place of a document longer than ``max_bytes``."""
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
@@ -106,7 +106,8 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 CHUNK_BYTES = 2 << 20
 MAX_SKIPPED_IN_A_ROW = 300_000
-"""The most consecutive lines without a document. A file that exceeds this must be of another kind."""
+"""Maximum number of consecutive lines or paragraphs without a valid document. A file that exceeds it is
+rejected, because it is probably of another kind."""
 _BOM = b"\xef\xbb\xbf"
 
 

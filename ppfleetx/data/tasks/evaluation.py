@@ -30,7 +30,7 @@ def _inside(opening: str, closing: str) -> _Rule:
     ``(a)``."""
 
     def apply(text: str) -> str:
-        # Not a regular expression, which would scan to the end of the text for each unclosed bracket.
+        # A regular expression would scan to the end of the text for each unclosed bracket.
         parts, position = [], 0
         while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start + 1)) >= 0:
             parts += [text[position : start + 1], text[start + 1 : end].strip(), closing]

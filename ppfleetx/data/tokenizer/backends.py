@@ -19,15 +19,15 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Return tiktoken's rank of each token of two or more bytes that the merges produce: the index of the
-    merge that produces it. Tokens are in the order of the merges. Returns None if ranks cannot express the
-    merges."""
-    # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them
-    # whenever the bytes of x + y are a token. Both give the same ids if the merges encode the bytes of each
-    # token alone as this one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No
-    # merge has crossed the ends of x + y so far. So in the bytes of T alone, the merges take the same steps,
-    # reach (x, y) and stop. By the same argument, a token that the merges do not make of its own bytes is in
-    # no text, and is left out here.
+    """Return tiktoken's ranks of all tokens that the merges produce. A token's rank is the index of the merge
+    that produces it. Tokens are in the order of the merges. Returns None if ranks cannot express the merges.
+    """
+    # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them whenever
+    # the bytes of x + y are a token. Both give the same ids if each token, encoded alone by the merges, stays
+    # one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No merge has crossed
+    # the ends of x + y so far. So in the bytes of T alone, the merges take the same steps, reach (x, y) and
+    # stop. By the same argument, a token that the merges do not produce from its own bytes cannot occur in
+    # any text, and is left out here.
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
     pair_rank: dict[tuple[bytes, bytes], int] = {}
@@ -60,8 +60,8 @@ def _is_crossed(
     boundary between ``left`` and ``right``."""
     # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
     # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
-    # right: a crossing merge comes after a merge that consumes the left token, and before a merge that
-    # consumes the right token.
+    # right. So at equal rank, a merge that consumes the left token comes before the crossing merge, and a
+    # merge that consumes the right token comes after it.
     left_end = right_end = own_rank
     while True:
         crossing = pair_rank.get((left, right))
@@ -93,28 +93,30 @@ def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
 
 
 # The pattern of ByteLevel(use_regex=True) is 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+|
-# ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ . It is rewritten here to reduce tiktoken's backtracking: first white space
-# at the end of the text, then a run of white space without its last character, then that character.
+# ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ . It is rewritten here to reduce tiktoken's backtracking. White space is
+# matched as a run at the end of the text, else as a run without its last character, else as that character.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s"
 _WHOLE_TEXT = r"(?s:.+)"
-# Patterns of Split that match the same in both libraries and cover the whole text.
+# Patterns of the pre-tokenizer Split that match the same in both libraries and cover the whole text.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-# tiktoken's regular expressions push a stack entry for each character of `\s+(?!\S)`, at most a million.
+# tiktoken's regular expressions push a stack entry for each character that `\s+(?!\S)` matches. The stack
+# holds at most a million entries.
 _LONG_RUN = 100_000
 _WHITE_SPACE = re.compile(r"\s+")
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
-    """tiktoken cannot encode like this tokenizer. The message says why."""
+    """tiktoken cannot give the same ids as a tokenizer. The message says why."""
 
 
 def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | TokenizersEngine:
-    """Choose the library that encodes for a tokenizer: tiktoken if it gives the same ids, else the slower
-    ``tokenizers``, with a warning. ``definition`` is the content of ``tokenizer.json``."""
+    """Choose the library that encodes text for a tokenizer. Returns tiktoken's engine if it gives the same
+    ids, else the engine of the slower ``tokenizers``, with a warning. ``definition`` is the content of
+    ``tokenizer.json``."""
     try:
         return TiktokenEngine(definition, place)
     except Unsupported as reason:
@@ -154,7 +156,7 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Return those entries of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
+        """Return the entries of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
         fingerprint. ``written`` is the content of the file."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
@@ -239,7 +241,7 @@ class TiktokenEngine:
             "ppfleetx",
             pat_str=self._pattern,
             mergeable_ranks=ranks,
-            # A special token that is never allowed: without any, encode_to_numpy is half as fast.
+            # Without special tokens, encode_to_numpy is half as fast. This one never matches a text.
             special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
         )
         self._special = [added["content"] for added in definition.get("added_tokens") or []]
@@ -347,8 +349,9 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens of two or more bytes that no merge produces: those that are not in ``live``
-    (`live_ranks`). Raises Unsupported if tiktoken would make such a token by joining two others."""
+    """Return the tokens of two or more bytes that no merge produces. These are the tokens that are not in
+    ``live``, the result of `live_ranks`. Raises Unsupported if tiktoken would make such a token by joining
+    two others."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -32,8 +32,8 @@ Token = dict[str, Any]
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files beside a ``tokenizer.json``, such as ``tokenizer_config.json``: their texts by name.
-    ``place`` is their directory, for messages."""
+    """The files beside a ``tokenizer.json``, such as ``tokenizer_config.json``. ``texts`` has their contents
+    by file name. ``place`` is their directory, for messages."""
 
     texts: Mapping[str, str]
     place: str = "the tokenizer"
@@ -70,8 +70,8 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The end tokens that ``eos_token_id`` of ``generation_config.json`` names; empty if it is not set.
-        Raises DataError."""
+        """The ids of the end tokens under ``eos_token_id`` in ``generation_config.json``; empty if this key
+        is not set. Raises DataError."""
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
@@ -133,10 +133,10 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens other than those with a role, such as ``bos_token``, in two lists. The
-        second list has those under the legacy key ``additional_special_tokens`` of
-        ``special_tokens_map.json``, and the first all others. The second list is empty if another key has a
-        list of such tokens, because transformers then ignores the legacy key."""
+        """Return the special tokens that have no role such as ``bos_token``, in two lists. The second list
+        has the tokens under ``additional_special_tokens``, a legacy key of ``special_tokens_map.json``. The
+        first list has all others. If any other key lists tokens without a role, transformers ignores the
+        legacy key, and the second list is empty."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -175,7 +175,7 @@ def _token(content: str, *, special: bool) -> Token:
 
 @dataclass(frozen=True)
 class TransformersTokenizer:
-    """What ``AutoTokenizer`` of Hugging Face transformers makes of a tokenizer's files.
+    """A tokenizer as ``AutoTokenizer`` of Hugging Face transformers loads it.
 
     Attributes:
         definition: the content of a ``tokenizer.json``, completed from the other files.

@@ -20,7 +20,7 @@ GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinj
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
 """Other files of a tokenizer's directory that are kept with the definition."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""The directory of further chat templates, one file per template, with the template's name."""
+"""Directory of additional chat templates. Each file holds one template and has the template's name."""
 MAX_TEMPLATE_BYTES = 1 << 20
 SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
@@ -110,9 +110,9 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Copy the chat templates of the folder ``additional_chat_templates/`` in ``directory`` into the entry
-    ``chat_template`` of ``tokenizer_config.json``. The template in ``chat_template.jinja`` moves into this
-    entry, too, under the name ``default``.
+    """Return a tokenizer's files with all chat templates in the entry ``chat_template`` of
+    ``tokenizer_config.json``. The templates come from the folder ``additional_chat_templates/`` in
+    ``directory`` and from ``chat_template.jinja``, whose template gets the name ``default``.
 
     Args:
         texts: the contents of a tokenizer's files, by file name.

@@ -128,7 +128,7 @@ class Tokenizer:
         self.special_token_texts = made.named
         """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
         self.definition = made.definition
-        """The dictionary that its ``tokenizer.json`` holds, including tokens of the files beside it."""
+        """The content of ``tokenizer.json``, including tokens that come from the files beside it."""
         self._engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
@@ -163,7 +163,7 @@ class Tokenizer:
         write_files(self.files(), directory)
 
     def files(self) -> dict[str, str]:
-        """The contents of the files that :meth:`save` writes, by file name."""
+        """Return the contents of the files that :meth:`save` writes, by file name."""
         eod = self.eod_token if self.has_eod else None
         return file_texts(self._side.with_eos(self._files, eod), eod)
 
@@ -185,7 +185,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest token id plus one, which is the model's vocabulary size before padding."""
+        """The highest token id plus one. ``Model.vocab_size`` must be at least this large."""
         return max(self._ids.values()) + 1
 
     @cached_property
@@ -320,8 +320,8 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> ByteStreamDecoder | TextStreamDecoder:
-        """Return a decoder for ids that arrive one by one. If they continue other ids, such as a prompt, pass
-        those as ``after``, because they can affect how the text begins."""
+        """Return a decoder for ids that arrive one by one. If these continue other ids, such as a prompt,
+        pass the other ids as ``after``, because they can affect how the text begins."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
@@ -347,8 +347,8 @@ def from_section(cfg: TokenizerConfig) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise DataError if a tokenizer has more ids than ``vocab_size``, the model's vocabulary. It may have
-    fewer."""
+    """Raise DataError if a tokenizer has more ids than ``vocab_size``, the size of the model's vocabulary.
+    Fewer ids are allowed."""
     count = tokenizer.vocab_size
     if count > vocab_size:
         raise DataError(
