@@ -96,7 +96,8 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """Return this host's IP address, as other hosts probably see it. Raises ConfigError if none is found."""
+    """Return the IP address under which other hosts can probably reach this host. Raises ConfigError if no
+    address is found."""
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))

@@ -49,7 +49,7 @@ ALIASES: dict[str, str] = {
     for table in tables.split()
     for key in TABLES[table]
 } | _FILE["aliases"]
-"""Dotted name in MindSpeed-Core-MS -> Megatron argument with the same meaning."""
+"""The Megatron argument with the same meaning, by the dotted name of the option in MindSpeed-Core-MS."""
 
 
 def plain(name: str) -> str:
@@ -64,8 +64,8 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """The options of MindSpeed-Core-MS and of Megatron. An option in a section of the file has its
-    MindSpeed-Core-MS name; an option outside the sections has Megatron's name."""
+    """A key table with the options of MindSpeed-Core-MS and of Megatron. An option in a section of the file
+    has its MindSpeed-Core-MS name. An option outside the sections has Megatron's name."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}

@@ -245,7 +245,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """Translate the options of activation recomputation."""
+    """Translate the options for activation recomputation."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):
@@ -272,7 +272,8 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override it."""
+    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override the
+    file."""
     given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
