@@ -40,10 +40,10 @@ from ppfleetx.utils.machine import back_process_by_huge_pages
 _NO_TOKEN = -1
 _GPU_POOL_MB = 256  # initial size; the pool grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
-"""The Paddle flag for the amount of unused memory, in GB, that is collected before it is freed, and its value
-on a CPU. Another thread frees the memory. By default, Paddle wakes this thread for each unused tensor, which
-takes a tenth of the time of a forward pass over few rows. With this value, Paddle wakes it only about thirty
-times per pass."""
+"""The Paddle flag that delays the freeing of unused tensors until they add up to this many GB, and its value
+on a CPU. By default, Paddle hands over each unused tensor to another thread, which frees it. Waking this
+thread takes a tenth of the time of a forward pass over few tokens. With this value, Paddle wakes it only
+about thirty times per pass."""
 
 
 class InferenceEngine(TextGenerator):

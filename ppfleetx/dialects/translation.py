@@ -52,8 +52,8 @@ class Native:
 class Translation:
     """A configuration of another toolkit, translated to ppfleetx's configuration.
 
-    Methods such as :meth:`integer` and :meth:`flag` read one option. They return a default if it is missing
-    or has no value, and raise ConfigError if its value has the wrong type.
+    Methods such as :meth:`integer` and :meth:`flag` read one option. They return a default if the option is
+    missing or has no value, and raise ConfigError if its value has the wrong type.
 
     Attributes:
         dialect: the toolkit's name, such as "MindFormers".

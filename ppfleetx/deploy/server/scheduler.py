@@ -50,7 +50,8 @@ class ServedModel:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Remove sequence i from the batch unless ``kept[i]``. Returns how many were removed."""
+        """Keep sequence i in the batch if ``kept[i]`` is true, and remove it otherwise. Returns the number of
+        removed sequences."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -211,8 +212,8 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
-        """Run one forward pass for a model's batch. Returns logits ``[1 + s, b, V]``: after the last token of
-        each sequence, then after each of its s draft tokens."""
+        """Run one forward pass for a model's batch. Returns ``[1 + s, b, V]``: the logits after the last
+        token of each sequence, then after each of its s draft tokens."""
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
             return model.batch.next_logits().unsqueeze(0)

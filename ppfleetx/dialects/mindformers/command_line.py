@@ -26,7 +26,7 @@ _FIRST = {
     "load_checkpoint": "resume_or_finetune_checkpoint",
     "profile": "profile",
 }
-"""The key that each flag sets, for the flags that ``--options`` overrides."""
+"""Maps each flag that ``--options`` overrides to the key that the flag sets."""
 
 _LAST = {
     "epochs": "runner_config.epochs",
@@ -34,10 +34,11 @@ _LAST = {
     "sink_mode": "runner_config.sink_mode",
     "predict_data": "input_data",
 }
-"""The key that each flag sets, for the flags that override ``--options``."""
+"""Maps each flag that overrides ``--options`` to the key that the flag sets."""
 
 _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_loader.num_samples"}
-"""The key that each flag sets in ``train_dataset``, or in ``eval_dataset`` for ``run_mode: eval``."""
+"""Maps flags to the keys that they set in ``train_dataset``, or in ``eval_dataset`` if the run mode is
+eval."""
 
 
 def _flag(name: str) -> Key:

@@ -161,7 +161,7 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Return the processes to start on this host for the arguments of ``run_distribute.sh``."""
+    """Convert the arguments of ``run_distribute.sh`` to the processes to start on this host."""
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
     config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - resolves `..` but not links

@@ -226,7 +226,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate the options that say when to save checkpoints, and from which checkpoint to start."""
+    """Translate the options that say when to save checkpoints, and which checkpoint to start from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
@@ -279,7 +279,8 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a PaddleFormers command line: a file or arguments, with or without launcher and program."""
+    """Translate a PaddleFormers command line, which names a file or has the options itself. A launcher and a
+    program before them are stripped."""
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
