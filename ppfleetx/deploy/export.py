@@ -36,8 +36,7 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
     """Export the model of ``generator`` to ``Engine.save_load.output_dir``/rank_0, and return this directory.
-    An earlier export there is replaced. Raises UserError if it cannot be written, or if the checkpoint or the
-    tokenizer does not fit the model."""
+    An earlier export in this directory is replaced. Raises UserError if the export cannot be written."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))
@@ -73,8 +72,8 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError for a LongRoPE model whose rotary angles change at a length below its maximum. An
-    exported program cannot recompute cached keys."""
+    """Raise ConfigError for a LongRoPE model whose rotary angles change at a length below its maximum. A
+    longer sequence needs its cached keys recomputed, which an exported program cannot do."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(
@@ -100,8 +99,8 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Raise ConfigError if the export cannot be written to ``output_dir``/rank_0, for example because it has
-    files that do not belong to an earlier export."""
+    """Raise ConfigError if the export cannot be written to ``output_dir``/rank_0, for example because this
+    directory has files that do not belong to an earlier export."""
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     rule = why_not_writable(output_dir)

@@ -9,8 +9,9 @@
       model_cpu_ops_16.json   optional: the same program with our C++ operators (ppfleetx/nn/cpu_ops)
       tokenizer/              files that ppfleetx and Hugging Face transformers can load
 
-For a quantized model, the optional program is ``model_blocks_16.json``, in which one operator runs all
-blocks, or ``model_quantized_ops_16.json`` if this operator does not support the model.
+For a quantized model, the optional program is ``model_blocks_16.json``, in which one C++ operator runs all
+transformer blocks. If that operator does not support the model, the optional program is
+``model_quantized_ops_16.json``.
 """
 
 from __future__ import annotations
@@ -85,25 +86,25 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """Name of the program file that uses our C++ operators. It stores matrices in groups of ``width``
-    columns."""
+    """Return the name of the program file that uses our C++ operators. This program stores matrices in groups
+    of ``width`` columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """Name of a quantized model's program file that uses our C++ operators for low-bit matrices. It stores
-    these matrices in groups of ``width`` columns."""
+    """Return the name of a quantized model's program file that uses our C++ operators for low-bit matrices.
+    This program stores low-bit matrices in groups of ``width`` columns."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """Name of a quantized model's program file that runs all transformer blocks in one C++ operation. It
-    stores matrices in groups of ``width`` columns."""
+    """Return the name of a quantized model's program file that runs all transformer blocks in one C++
+    operation. This program stores matrices in groups of ``width`` columns."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:
-    """Compute size and checksum of each file below ``directory``, by relative path."""
+    """Return the size and checksum of each file below ``directory``, by relative path."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, _sha256(path))
@@ -112,8 +113,13 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """Find an exported model in ``model_dir`` or ``model_dir``/rank_0, and check its files, with checksums if
-    ``verify``. Raises ConfigError if there is no supported model, or if it is damaged."""
+    """Find an exported model in ``model_dir`` or ``model_dir``/rank_0, and return its directory and manifest.
+    Raises ConfigError if there is no exported model, if its format is not supported, or if a file is missing
+    or damaged.
+
+    Args:
+        verify: whether to check the SHA-256 of each file. Sizes are always checked.
+    """
     directory = _find(Path(model_dir))
     manifest = _read(directory / MANIFEST_FILE)
     for name, entry in manifest.files.items():
@@ -126,7 +132,8 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """List the files in the directory that do not belong to the export. Empty if the manifest is damaged."""
+    """Return the files in the directory that do not belong to the export. If the manifest is damaged, the
+    list is empty."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -209,7 +216,7 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs.
-    ``places`` has the file and line of each key, for the message."""
+    ``places`` has the file and line of each key, for error messages."""
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
@@ -236,8 +243,8 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the ``Generation`` section asks for sampling from the whole vocabulary, without
-    top-k, which fails in Paddle 3.3.1 with oneDNN."""
+    """Raise ConfigError if the ``Generation`` section samples from the whole vocabulary, without top-k. With
+    oneDNN, Paddle 3.3.1 fails to run such a program."""
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "

@@ -40,14 +40,15 @@ from ppfleetx.utils.machine import back_process_by_huge_pages
 _NO_TOKEN = -1
 _GPU_POOL_MB = 256  # initial size; the pool grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
-"""On a CPU, Paddle passes unused tensors to another thread to free, by default one at a time. Waking that
-thread takes a tenth of the time of a pass over few rows. With this setting, Paddle wakes it only about thirty
-times per pass."""
+"""The Paddle flag that delays the freeing of unused tensors until they add up to this many GB, and its value
+on a CPU. By default, Paddle hands over each unused tensor to another thread, which frees it. Waking this
+thread takes a tenth of the time of a forward pass over few tokens. With this value, Paddle wakes it only
+about thirty times per pass."""
 
 
 class InferenceEngine(TextGenerator):
-    """Generates text with an exported model, through Paddle Inference. The results are the same as from
-    :class:`~ppfleetx.generation.generator.Generator` with this model.
+    """Generates text with an exported model, through Paddle Inference. The results are the same as those of
+    :class:`~ppfleetx.generation.generator.Generator` with the same model.
 
     Only one thread may generate at a time. :meth:`generate` calls ``on_text`` only when a batch is finished.
 
@@ -125,7 +126,7 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _cut_row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """Return a generated sequence up to its end token, stop string or length limit; the rest is
+        """Return a generated sequence up to its end token, stop string or length limit. Later tokens are
         meaningless."""
         row = Row(limit)
         for token_id in ids:
@@ -147,11 +148,12 @@ class Program:
             paddle.set_flags({_GARBAGE: _GARBAGE_GB})
         self._predictor = inference.create_predictor(_configuration(directory, program, options, device))
         if is_cpu:
-            back_process_by_huge_pages()  # for the weights, whose address Paddle does not tell
+            back_process_by_huge_pages()  # for the weights; Paddle does not expose their address
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the program and return the new tokens, int64 ``[b, t]`` for b sequences. ``inputs`` has an
-        array for each input of the program, by name (:data:`ppfleetx.deploy.static.program.INPUTS`)."""
+        """Run the program and return the new tokens, int64 ``[b, t]``: t tokens for each of b sequences.
+        ``inputs`` has an array for each input of the program, by name
+        (:data:`ppfleetx.deploy.static.program.INPUTS`)."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         with waiting_for_each_operator(self._device):

@@ -29,7 +29,8 @@ from ppfleetx.config.errors import shown, shown_key
 from ppfleetx.config.reading.parse import shipped_yaml
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
-"""Converts a key's value to a mapping of native keys to values, or to one value for all of ``Key.to``."""
+"""A function that converts an option's value to ``{key of ppfleetx: value}``, or to one value for all of
+``Key.to``."""
 
 
 class Kind(StrEnum):
@@ -46,8 +47,8 @@ class Key:
     Attributes:
         name: the dotted name, which may contain ``*`` and ``**``.
         kind: what becomes of the option: translated, without effect, without meaning, or refused.
-        to: the keys of ppfleetx that it sets.
-        convert: converts its value; None if the key table does not convert it.
+        to: the keys of ppfleetx that the option sets.
+        convert: converts the option's value; None if the key table does not convert it.
         accepts: the values that an option without effect may have; None: any.
         default: the value to use if the option is not given.
         says: an explanation, without a final period: how the value is converted, why the option has no effect
@@ -88,7 +89,8 @@ class KeyTable:
             raise ValueError("a key occurs twice in the table")
 
     def find(self, name: str) -> Key | None:
-        """Look up an option by name; None if unknown. An exact name takes precedence over a ``*`` pattern."""
+        """Return the option with this name; None if it is unknown. An exact name takes precedence over a
+        ``*`` pattern."""
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
@@ -96,7 +98,7 @@ class KeyTable:
         return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
 
     def is_block(self, name: str) -> bool:
-        """Whether ``name`` is a block of options, i.e. the table has options whose names begin with
+        """Return whether ``name`` is a block of options, i.e. the table has options whose names begin with
         ``name.``"""
         prefix = f"{self._normal(name)}."
         parts = prefix.split(".")[:-1]
@@ -106,14 +108,14 @@ class KeyTable:
         )
 
     def nearest(self, name: str) -> str:
-        """Write a sentence that suggests known options similar to the unknown option ``name``."""
+        """Return a sentence that suggests known options similar to the unknown option ``name``."""
         return nearest_names(
             self._normal(name), [key.name for key in self.keys if not key.name.endswith("**")]
         )
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """Write a sentence that suggests names in ``known`` that are similar to the unknown ``name``."""
+    """Return a sentence that suggests names in ``known`` that are similar to the unknown ``name``."""
     last = name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
     near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
@@ -145,7 +147,7 @@ _WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*",
 
 
 def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Make a conversion function that looks a value up in the mapping ``words``. It raises ValueError for a
+    """Return a conversion function that looks a value up in the mapping ``words``. It raises ValueError for a
     value that is not a key of the mapping."""
 
     def convert(value: Any) -> Any:
@@ -218,7 +220,8 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "window": _window,
     "betas": _betas,
 }
-"""Conversions for ``by``. A result of None leaves the native key unset."""
+"""The conversion functions that ``by`` can name in a key table. A result of None leaves the key of ppfleetx
+unset."""
 
 
 def read_file(dialect: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ _MODULES: tuple[str, ...] = (
     "mindspeed.dialect",
     "paddleformers.dialect",
 )
-"""Modules that define a ``DIALECT``. If several match equally well, the first one wins."""
+"""Modules that define a ``DIALECT``. If several dialects match a file or a command line equally well, the
+first one wins."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Dialect:
 
 
 def dialects() -> dict[str, Dialect]:
-    """All dialects that ppfleetx translates, by name."""
+    """Return all dialects that ppfleetx translates, by name."""
     found = [import_module(f"{__package__}.{name}").DIALECT for name in _MODULES]
     return {one.name: one for one in found}
 
@@ -102,7 +103,8 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _fit(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """How well ``dialect`` fits: (number of options that only it knows, number of options that it knows)."""
+    """Return how well ``dialect`` fits the user's ``options``: (number of options that only it knows, number
+    of options that it knows)."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

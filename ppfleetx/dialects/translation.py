@@ -1,6 +1,7 @@
 """Translate the options of another toolkit to ppfleetx's configuration, with a key table and rules.
 
-An error about an option of the user names the option and its place as the user wrote them.
+Error messages name an option as the user wrote it, with its file and line or its position on the command
+line.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Native:
 class Translation:
     """A configuration of another toolkit, translated to ppfleetx's configuration.
 
-    Methods such as :meth:`integer` and :meth:`flag` read one option. They return a default if it is missing
-    or has no value, and raise ConfigError if its value has the wrong type.
+    Methods such as :meth:`integer` and :meth:`flag` read one option. They return a default if the option is
+    missing or has no value, and raise ConfigError if its value has the wrong type.
 
     Attributes:
         dialect: the toolkit's name, such as "MindFormers".
@@ -73,8 +74,8 @@ class Translation:
     given: dict[str, Given] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set the key ``key`` of ppfleetx's configuration; None leaves it unset. Raises ConfigError if it
-        already has another value.
+        """Set the key ``key`` of ppfleetx's configuration. A ``value`` of None leaves the key unset. Raises
+        ConfigError if the key already has another value.
 
         Args:
             sources: the user's values, or names of options, that the value was derived from. Options that the
@@ -95,8 +96,8 @@ class Translation:
         self.native[key] = new
 
     def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set the key ``key`` of ppfleetx's configuration, and discard any earlier value. None leaves it
-        unset.
+        """Set the key ``key`` of ppfleetx's configuration, and discard any earlier value. A ``value`` of None
+        leaves the key unset.
 
         Args:
             sources: the user's values, or names of options, that the value was derived from.
@@ -106,8 +107,8 @@ class Translation:
         self.put(key, value, *sources, why=why)
 
     def put_precision(self, dtype: str, *sources: str | Given, on_cpu: bool) -> None:
-        """Make the run compute in ``dtype``, ``float16`` or ``bfloat16``; with ``on_cpu``, in float32
-        instead."""
+        """Set the run's compute type to ``dtype``, which is ``float16`` or ``bfloat16``. If ``on_cpu`` is
+        True, the run computes in float32 instead."""
         why = "a CPU computes in float32" if on_cpu else ""
         self.put("Engine.mix_precision.enable", not on_cpu, *sources, why=why)
         self.put("Engine.mix_precision.dtype", dtype, *sources)
@@ -115,7 +116,8 @@ class Translation:
             self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
-        """Set a key of ppfleetx's configuration to null. This is for keys whose default is not null."""
+        """Set the key ``key`` of ppfleetx's configuration to null. Use this for keys whose default is not
+        null."""
         self.native[key] = Native(None, self._given(sources), why)
 
     def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:
@@ -129,28 +131,29 @@ class Translation:
         return key in self.given and self.given[key].value is not None
 
     def origins(self, *keys: str) -> tuple[Given, ...]:
-        """The values that the user gave for any of the options ``keys``."""
+        """Return the user's values of the options ``keys``. Options that the user did not give are left
+        out."""
         return tuple(self.given[key] for key in keys if key in self)
 
     def value(self, key: str, default: Any = None) -> Any:
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
-        """The user's value of the option ``key``, which must be an integer. ``least`` is the smallest allowed
-        value."""
+        """Return the user's value of the option ``key``, which must be an integer. ``least`` is the smallest
+        allowed value."""
         return self._read(key, default, partial(integer, least=least))
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
-        """The user's value of the option ``key``, which must be a finite number. ``least`` is the smallest
-        allowed value."""
+        """Return the user's value of the option ``key``, which must be a finite number. ``least`` is the
+        smallest allowed value."""
         return self._read(key, default, lambda value: float(number(value, least=least)))
 
     def flag(self, key: str, default: Any = None) -> Any:
-        """The user's value of the option ``key``, which must be true or false."""
+        """Return the user's value of the option ``key``, which must be true or false."""
         return self._read(key, default, flag)
 
     def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """The user's value of the option ``key``, which must be one of ``choices``."""
+        """Return the user's value of the option ``key``, which must be one of ``choices``."""
         return self._read(key, default, choice({one: one for one in choices}))
 
     def _read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
@@ -162,7 +165,8 @@ class Translation:
             raise self.error(key, str(error)) from None
 
     def text(self, key: str, default: Any = None) -> Any:
-        """The user's value of the option ``key`` as text, exactly as it was written. It must not be empty."""
+        """Return the user's value of the option ``key`` as text, exactly as the user wrote it. An empty text
+        is an error."""
         if key not in self:
             return default
         one = self.given[key]
@@ -172,14 +176,14 @@ class Translation:
         return value
 
     def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
-        """Make a ConfigError about an option that the user gave, with its value and place."""
+        """Return a ConfigError about an option that the user gave. The message shows the option's value and
+        place."""
         one = self.given[key]
         return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
-        """Make a ConfigError about several options that do not fit together. Those that the user gave are
-        shown with value and place.
-        """
+        """Return a ConfigError about several options that do not fit together. The message shows the value
+        and place of each option that the user gave."""
         first, *others = self.origins(*keys)
         also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
         return ConfigError(
@@ -194,8 +198,8 @@ class Translation:
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """The translated configuration as a tree for the configuration loader, whose error messages then name
-        the user's files, lines and options."""
+        """Return the translated configuration as a tree for the configuration loader. The loader's error
+        messages then name the user's files, lines and options."""
         root = Node({}, self.place)
         for key, native in self.native.items():
             node = node_of(native.value, native.place)
@@ -204,7 +208,7 @@ class Translation:
         return root
 
     def yaml(self) -> str:
-        """The translated configuration as YAML, with comments on where each value came from."""
+        """Return the translated configuration as YAML, with comments that say where each value came from."""
         return "\n".join([*self._head(), *_yaml_lines(self.native)]) + "\n"
 
     def _head(self) -> Iterator[str]:
@@ -220,8 +224,9 @@ class Translation:
 
 
 def _as_written(native: Native) -> str | None:
-    """Return the text of a value as the user wrote it, so that ``007`` does not become 7. Returns None if the
-    translation changed the value, the value is a string, or it does not come from exactly one option."""
+    """Return the text of a value as the user wrote it, so that ``007`` does not become 7. Returns None for a
+    string, for a value that the translation changed, and for a value that does not come from exactly one
+    option."""
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]
@@ -256,7 +261,8 @@ def _one_line(text: str) -> str:
 
 
 Rule = Callable[[Translation], None]
-"""Reads several of the user's keys, and sets the native values that depend on all of them."""
+"""A function that translates options that depend on each other: it reads the user's options and sets keys of
+ppfleetx's configuration."""
 
 
 def translate(

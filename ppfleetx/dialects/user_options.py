@@ -1,4 +1,4 @@
-"""Read another toolkit's file or command line as the user wrote it, and strip its launcher."""
+"""Read the options in another toolkit's file or command line, and strip the launcher from a command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppfleetx.config.reading.tree import Node, is_index, plain_scalar, plain_val
 
 @dataclass(frozen=True)
 class Given:
-    """One value as the user gave it to another toolkit.
+    """One option that the user gave to another toolkit, with its value.
 
     Attributes:
         key: the dotted name as the user wrote it, such as ``--num-layers`` or ``callbacks.0.type``.
@@ -144,9 +144,12 @@ _NODES = ("nnodes", "num_nodes")
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
     """Strip a launcher such as ``torchrun`` from a command line: everything up to the first ``*.py``, which
-    is the program. Returns the number of processes that the launcher starts (None if unknown), the program's
-    arguments, and the position of the first argument on the command line. Without a ``*.py``, nothing is
-    stripped."""
+    is the program. Without a ``*.py``, nothing is stripped.
+
+    Returns:
+        The number of processes that the launcher starts (None if unknown), the program's arguments, and the
+        position of the first of these arguments on the command line.
+    """
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:
@@ -185,7 +188,8 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """The number of processes of the job, from the launchers' environment variables; None without any."""
+    """Return the number of processes of the job from the launchers' environment variables. Returns None if
+    none of them is set."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

@@ -74,7 +74,8 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """Return the row for a data type that the card lacks: a failure if the configuration requires it."""
+    """Return the report row for a data type that the card lacks. It is a failure if the configuration
+    requires the type."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}, so the type is not tried")

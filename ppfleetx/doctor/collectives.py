@@ -128,7 +128,8 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
     "send and receive": (_send_receive, lambda member, inputs: inputs[member.place - 1]),
     "uneven all_to_all": (_uneven_all_to_all, _uneven_parts),
 }
-"""The operations to try. The last one is only for expert-parallel groups."""
+"""How to run each collective, and how to compute its expected result. The last collective is only for
+expert-parallel groups."""
 
 
 def examine_groups(

@@ -18,7 +18,7 @@ from ppfleetx.utils.machine import available_bytes
 
 
 def plan(target: Target) -> Iterator[Row]:
-    """Check whether the parallel plan needs as many processes as there are. Also report keys of the
+    """Check that the job has as many processes as the parallel plan needs. Also report keys of the
     configuration that the device does not support or that have no effect."""
     cfg = target.cfg
     wanted, there = cfg.plan.world_size, target.world_size
@@ -80,8 +80,15 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Return the report row that compares ``needed``, the memory that a run needs, with ``there``, the memory
-    that the device ``name`` has, both in bytes. If ``cpu`` is True, too little memory is only a warning."""
+    """Return the report row that says whether a run fits into the memory of a device. On a CPU, too little
+    memory is only a warning.
+
+    Args:
+        needed: the memory that the run needs, in bytes.
+        there: the memory that the device has, in bytes.
+        name: the name of the device.
+        cpu: whether the device is a CPU.
+    """
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)

@@ -98,8 +98,8 @@ def limits(target: Target) -> Iterator[Row]:
 
 
 def open_files_row(soft: int, hard: int) -> Row:
-    """Return the row about the limit of open files (``ulimit -n``). A negative value means that there is no
-    limit."""
+    """Return the report row about the limits on open files (``ulimit -n``). A negative value means that there
+    is no limit."""
     if soft < 0 or soft >= _FILES:
         return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
     fix = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"

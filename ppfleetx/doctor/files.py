@@ -34,15 +34,16 @@ _FIX = (
     "(chmod a+r), or correct the path, which is the same for all machines"
 )
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
-"""The largest number of 1 MiB blocks, spread over a file, that are read."""
+"""The maximum numbers of 1 MiB blocks that are read from a file, evenly spaced: to compare the file with its
+checksums, and to compare the machines of a job."""
 _READ_SECONDS = 30.0  # seconds for all corpora of one mode
 _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Check that the corpora and texts of ``Data.Train`` and ``Data.Eval`` can be opened. Corpora are
-    compared with their checksums, if they have any. If the corpus is large or the disk slow, only some blocks
-    are compared."""
+    """Check that the corpora and texts of ``Data.Train`` and ``Data.Eval`` can be opened. A corpus with
+    checksums is compared with them. If the corpus is large or the disk slow, only some of its blocks are
+    compared."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -103,8 +104,8 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _compare_with_checksums(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until ``end`` on the monotonic clock. Returns a text that says how
-    much was compared. Raises DataError if a block is damaged."""
+    """Compare a corpus with its checksums, until the time ``end`` of the monotonic clock. Returns a text that
+    says how much was compared. Raises DataError if a block is damaged."""
     is_whole = True
     for suffix, one in sums.files.items():
         path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
@@ -167,7 +168,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 def fingerprints(target: Target) -> dict[str, str]:
     """Return hashes of the training data, the evaluation data and the tokenizer, by name, to compare
-    machines. Data that cannot be read have the text "not readable" instead of a hash."""
+    machines. For data that cannot be read, the text is "not readable" instead of a hash."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -204,10 +205,10 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return the checkpoints that the run would start from, by configuration key, to compare machines. The
-    value is the checkpoint's name and the first 16 digits of its manifest's hash; without a manifest, as in
-    PaddleFleetX, only the name. If a checkpoint is missing or cannot be read, the value says so. With
-    ``Engine.save_load.resume``, ``output_dir`` is included."""
+    """Return a text about each checkpoint that the run would start from, by configuration key, to compare
+    machines. The text has the checkpoint's name and the first 16 digits of its manifest's SHA-256.
+    Checkpoints of PaddleFleetX have no manifest, so the text is only the name. If a checkpoint is missing or
+    cannot be read, the text says so. With ``Engine.save_load.resume``, ``output_dir`` is included."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -236,8 +237,8 @@ _SLOW_SECONDS = 120.0  # seconds to write one checkpoint
 
 
 def output_directory(target: Target) -> Iterator[Row]:
-    """Check whether the output directory can be written, and measure the speed. If it does not exist, its
-    nearest existing parent is checked."""
+    """Check whether the output directory can be written, and measure the write speed. If the directory does
+    not exist, its nearest existing parent is checked."""
     directory = output_dir_of(target.cfg)
     place = nearest_directory(directory)
     title = "output directory"
@@ -313,7 +314,7 @@ def write_speed(directory: Path) -> float:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """Return the predicted bytes of one checkpoint; None if the planner cannot predict them."""
+    """Return the predicted size of one checkpoint in bytes; None if the planner cannot predict it."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.job)
 

@@ -26,7 +26,8 @@ STEPS, SEQUENCES, LENGTH, VOCABULARY = 3, 4, 32, 512
 _LEARNING_RATE = 1e-3
 _HALF_MODES = tuple((dtype, level) for dtype in HALF_TYPES for level in ("O1", "O2"))
 TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
-"""Largest allowed relative difference from the committed losses: float32 on a CPU or card, or 16 bits."""
+"""Largest allowed relative difference from the losses in ``losses.json``: for float32 on a CPU, for float32
+on a card, and for 16-bit types."""
 
 
 def losses(target: Target) -> Iterator[Row]:

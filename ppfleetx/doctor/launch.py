@@ -1,5 +1,5 @@
-"""Run ``ppfleetx doctor`` for a job of several processes. First the environment variables and the network are
-checked; then the ranks are launched, which run all other checks."""
+"""Run ``ppfleetx doctor`` for a job of several processes. First, the environment variables and the network
+are checked. Then the ranks are launched, which run all other checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _IMPORT_SECONDS = 120.0
 
 
 def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
-    """Yield rows on environment variables and addresses with which Paddle's launcher would fail."""
+    """Yield a report row for each environment variable or address that would make Paddle's launcher fail."""
     left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
     if left and nodes == 1:  # with several nodes, a scheduler may have set them for this job
         found = " ".join(f"{name}={environ[name]}" for name in left)
@@ -65,8 +65,8 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
 
 
 def import_row() -> Row | None:
-    """Return the row of the report that says why Paddle cannot be imported, or None if it can. Another
-    process tries the import, because it may crash."""
+    """Return the row of the report that says why Paddle cannot be imported, or None if it can. The import is
+    tried in another process, because it can crash."""
     command = [sys.executable, "-c", "import paddle"]
     try:
         done = subprocess.run(
@@ -87,7 +87,8 @@ def import_row() -> Row | None:
 
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""The variable that names the directory to which ranks write reports for the process that started them."""
+"""The environment variable with the directory in which each rank leaves its report for the process that
+launched the ranks."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
@@ -153,7 +154,7 @@ def launched_rows(
         environ.setdefault(
             START_VARIABLE, f"{seconds + _END_SECONDS:g}"
         )  # later than the ranks' own limit, so that the ranks report missing ranks first
-        # Launcher and ranks print to this log, and the report is printed even if they crash.
+        # Launcher and ranks print to this log. If they crash, the report shows the end of the log.
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
@@ -198,7 +199,7 @@ def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: flo
     try:
         while (code := process.poll()) is None and (now := time.monotonic()) < deadline:
             if not is_near and (reports := sorted(place.glob(_REPORT))):
-                # The machine's first rank runs the most checks, so the others get less time after its report.
+                # The machine's first rank runs the most checks. After its report, the others get little time.
                 is_near = reports[0].name == _report_of(0)
                 deadline = min(deadline, now + (_END_SECONDS if is_near else _ALONE_SECONDS))
             time.sleep(_LOOK_SECONDS)

@@ -143,8 +143,13 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Yield report rows on the connections between all machines. A machine's answer maps the number of each
-    other machine to the problem with the connection to it ("" if it works)."""
+    """Yield report rows on the connections between all machines.
+
+    Args:
+        names: the names of the machines.
+        answers: for each machine, ``{number of another machine: problem of connecting to it}``. A problem of
+            "" means that the connection works.
+    """
     failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
@@ -181,7 +186,7 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     yield problem or ok("own address", f"{own}, announced to the others by the launcher")
     name = f"node {socket.gethostname()} {own}"
     try:
-        with socket.create_server(("", 0), backlog=1024) as listener:  # the kernel accepts connections
+        with socket.create_server(("", 0), backlog=1024) as listener:  # connections need no accept()
             point, own_port = (address, int(port)), listener.getsockname()[1]
             with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
@@ -217,7 +222,8 @@ def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | No
 
     Args:
         own: the address of this machine that Paddle's launcher would announce.
-        host, master: the first machine, as ``--master`` names it and as IP address.
+        host: the first machine, as ``--master`` names it.
+        master: the IP address of the first machine.
         is_first: whether this machine is the first.
     """
     better = host if is_first else route_to(master)

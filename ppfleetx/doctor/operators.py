@@ -26,8 +26,8 @@ _SHOWN = 8
 
 def registered(target: Target) -> Iterator[Row]:
     """Check that Paddle has the kernels that ppfleetx needs (:mod:`ppfleetx.utils.gpu_operators`). CPU
-    kernels are always checked. GPU kernels are checked if Paddle is built for GPUs; otherwise, the kernels of
-    the run's card are checked, if it uses one."""
+    kernels are always checked. If Paddle is built for GPUs, GPU kernels are checked too. Otherwise, if the
+    run uses another kind of card, the kernels of that card are checked."""
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")
@@ -40,8 +40,9 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Return the report's row about the kernels of a card that is not a GPU. Missing kernels are an error or,
-    if the CPU has all of them, a warning: the host then runs these operators."""
+    """Return the report row about the kernels of a card that is not a GPU. Missing kernels are an error. If
+    the CPU has all of the missing kernels, they are only a warning, because the host then runs these
+    operators."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]

@@ -39,10 +39,14 @@ def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
     """Connect this process to the others of a job with ``size`` processes. The first process listens at the
-    address ``point``. ``name`` is the name of this process in messages, and ``number`` is its number.
-    Processes whose number is None are numbered as they arrive. Raises RendezvousError if a process does not
-    arrive within ``seconds``, or the address cannot be used."""
-    # Guests without a number are numbered as they arrive.
+    address ``point``. Raises RendezvousError if a process does not arrive within ``seconds``, or the address
+    cannot be used.
+
+    Args:
+        name: the name of this process in messages.
+        number: the number of this process in the job; None: processes are numbered as they arrive.
+        is_host: whether this is the first process.
+    """
     member = Member(name, number)
     if is_host:
         return Host(receive(point, size, member, seconds))
@@ -55,8 +59,8 @@ class _Seen:
 
     Attributes:
         place: the activity that the other process announced last.
-        problem: why it no longer takes part; "" if it does.
-        moved: when it last sent something, in seconds on the monotonic clock.
+        problem: why the other process no longer takes part; "" if it does.
+        moved: when the other process last sent something, in seconds on the monotonic clock.
     """
 
     line: JsonConnection
@@ -74,17 +78,17 @@ class Host:
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Tell the other processes what this process does next. If it stops answering, their messages name
-        this activity."""
+        """Tell the other processes what this process does next. If this process then stops answering, their
+        error messages name this activity."""
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Send ``value`` to all processes, and return what every process sent, in the order of their numbers.
-        All processes must call this, in the same order. If nothing arrives for ``seconds``, the answer of
-        each missing process has a problem instead of a value.
+        """Send ``value`` to all processes, and return the answers of all processes, in the order of their
+        numbers. All processes must call this, in the same order. If nothing arrives for ``seconds``, the
+        answer of each missing process has a problem instead of a value.
 
         Raises:
-            RendezvousError: this is not the first process, and the first process is gone.
+            RendezvousError: the first process is gone. Only raised in the other processes.
         """
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:

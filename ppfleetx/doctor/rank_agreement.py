@@ -30,7 +30,7 @@ _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # names of interfaces 
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _SHOWN = 4
 _UNREAD: Values = {"unread": True}
-_READ_SECONDS = 40.0  # time limit for one fact, shorter than other processes wait
+_READ_SECONDS = 40.0  # time limit for one fact; other processes wait longer
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """Read this fact and return its values in this process: None if another process of this machine reads
-        it instead, ``_UNREAD`` if reading takes too long."""
+        """Read the fact and return its values in this process. Returns None if another process of this
+        machine reads the fact, and ``_UNREAD`` if reading takes too long."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -146,9 +146,13 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 
 
 def agreement_rows(answers: Mapping[int, Facts], names: Sequence[str]) -> Iterator[Row]:
-    """Yield a report row for each of :data:`FACTS`. ``names`` are the facts that may differ, and ``answers``
-    has the values of these facts on each rank. The row of such a fact shows the differences, or says which
-    ranks could not read it. All other rows say "equal"."""
+    """Yield a report row for each of :data:`FACTS`.
+
+    Args:
+        answers: by rank, the values of the facts in ``names``.
+        names: facts that differ or that a process could not read. Their rows show the differences, or the
+            ranks that could not read them. The rows of all other facts say "equal".
+    """
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}
@@ -175,6 +179,6 @@ def _differences(values: Mapping[int, Values]) -> Iterator[str]:
 
 
 def host_of(target: Target) -> str:
-    """Return a name that only this machine of the job has: its host name and its address."""
+    """Return a name for this machine that is unique in the job: its host name and its address."""
     endpoint = target.environ.get("PADDLE_CURRENT_ENDPOINT", "")
     return f"{socket.gethostname()} {endpoint.rpartition(':')[0]}".strip()

@@ -1,4 +1,4 @@
-"""The table of the checks that a process of ``ppfleetx doctor`` runs by itself, in the order of running.
+"""The checks that a process of ``ppfleetx doctor`` runs by itself, in the order in which they run.
 
 A check is a function that takes a :class:`~ppfleetx.doctor.results.Target` and yields
 :class:`~ppfleetx.doctor.results.Row` objects. Its module is imported only when it runs.
@@ -93,7 +93,7 @@ CHECKS: tuple[Check, ...] = (
 
 def examine(check: Check, target: Target) -> list[Row]:
     """Run a check within its time limit, and return its rows of the report. If the check cannot run, exceeds
-    the limit or raises an error, a row gives the reason."""
+    its limit or raises an error, the result is one row with the reason."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]

@@ -1,5 +1,5 @@
 """The input of each check of ``ppfleetx doctor`` (:class:`Target`), its output (:class:`Row`), and the report
-that is made of all rows."""
+that consists of all rows."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread and return its result, or raise its error. After ``seconds``, raises
-    TimeoutError and leaves the thread behind."""
+    """Call ``act`` in a thread and return its result, or raise its error. If it takes longer than
+    ``seconds``, raises TimeoutError and leaves the thread running."""
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -171,9 +171,9 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the report rows of all ranks into one list, sorted by heading. Rows that differ in nothing but
-    their numbers become a single row with the list of its ranks and the numbers of the first rank. An empty
-    list stands for all ranks that ran the check."""
+    """Merge the report rows of all ranks into one list, sorted by heading. Rows that differ only in their
+    numbers are merged into one row, with the list of their ranks and the numbers of the first rank. An empty
+    list of ranks stands for all ranks that ran the check."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):

@@ -28,7 +28,7 @@ from ppfleetx.doctor.results import Row, Status, Target, fail, in_groups, joined
 
 LOCAL_SECONDS = 1200.0
 """Time limit in seconds for all checks that a process runs by itself; each check also has its own limit."""
-_CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
+_CHECK_SECONDS = 360.0  # longer than the limit of any single check
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # Headings under which a failure means that the process groups would fail or hang.
@@ -47,9 +47,12 @@ def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
     """Examine a job of several processes, and return the rows of the report. All processes must call this,
-    and all get the same rows. A process that cannot reach rank 0 may get only its own. Processes wait up to
-    ``seconds`` for each other to arrive. If a collective takes longer than this, ``finish`` is called with
-    the rows, and the process exits."""
+    and all get the same rows. A process that cannot reach rank 0 returns the rows that it has so far.
+
+    Args:
+        seconds: how long processes wait for each other to arrive, and how long a collective may take.
+        finish: called with the rows if a collective takes too long. The process then exits.
+    """
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
     try:
@@ -74,7 +77,7 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Examination:
-    """What one process knows in the examination of a job.
+    """The examination of a job, as one of its processes runs it.
 
     Attributes:
         meeting: the connection to the other processes.
@@ -149,7 +152,7 @@ class Examination:
     def _shared_directory(self) -> Iterator[Row]:
         """Check that all machines see the same output directory, by means of a temporary file of rank 0."""
         place = output_dir_of(self.target.cfg)
-        with contextlib.suppress(TimeoutError, OSError):  # another check reports these errors, also below
+        with contextlib.suppress(TimeoutError, OSError):  # another check reports these errors, here and below
             place = within(_LOOK_SECONDS, partial(nearest_directory, place))
         with contextlib.ExitStack() as stack:
             mark = ""
@@ -233,8 +236,8 @@ class Examination:
 
 
 class Guard:
-    """A time limit for each of several steps. :meth:`begin` ends the previous step and starts the next. If a
-    step takes longer than ``seconds``, a thread calls ``give_up`` with the step's description."""
+    """A time limit for each of several steps. :meth:`begin` ends the previous step and starts the next one.
+    If a step takes longer than ``seconds``, a thread calls ``give_up`` with the step's description."""
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False
@@ -265,8 +268,8 @@ class Guard:
 
 
 def plan_config(target: Target) -> RunConfig:
-    """Return the configuration whose process groups are tested: the user's, if its plan has as many processes
-    as this job; otherwise, a tiny model with data parallelism."""
+    """Return the configuration whose process groups are tested. This is the user's configuration if its plan
+    has as many processes as this job. Otherwise, it is a tiny model with data parallelism."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]

@@ -33,12 +33,13 @@ from ppfleetx.generation.text_io import text_bytes
 from ppfleetx.utils.log import get_logger
 
 _LOWEST = -9999.0
-"""Replaces minus infinity, which JSON cannot represent. OpenAI's API uses the same number."""
+"""The log-probability that stands for minus infinity, which JSON cannot represent. OpenAI's API uses the same
+number."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""Return the text of a token for lists of log-probabilities. Part of a UTF-8 character becomes text like
-    ``bytes:\xe2\x82``, as in OpenAI's API.
+    r"""Return the text of a token for lists of log-probabilities. An incomplete UTF-8 character becomes text
+    like ``bytes:\xe2\x82``, as in OpenAI's API.
     """
     value = text_bytes(tokenizer, token)
     try:
@@ -139,7 +140,7 @@ class RequestEvents:
 
     async def _iterate(self) -> AsyncIterator[NewText | Scored | Embedded]:
         """Yield the request's events until all its continuations are finished. Raises ApiError if the request
-        fails, exceeds its time limit, or the client disconnects."""
+        fails or exceeds its time limit, or if the client disconnects."""
         while self._num_left:
             event = await self._events.get()
             if isinstance(event, Failed):
@@ -301,8 +302,8 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """A streaming HTTP response with an answer as server-sent events. Errors before the first chunk become
-    normal error responses, and later ones become events."""
+    """A streaming HTTP response that sends an answer as server-sent events. An error before the first chunk
+    becomes a normal error response. A later error becomes an event."""
 
     def __init__(self, answer: Answer, answering: RequestEvents, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})

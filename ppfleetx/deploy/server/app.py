@@ -54,8 +54,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Raise ApiError 401 unless the request's bearer token is the API key, compared in constant time. Does
-    nothing if ``api_key`` is None."""
+    """Raise ApiError 401 unless the request's bearer token equals the API key. The comparison takes constant
+    time. Does nothing if ``api_key`` is None."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -135,7 +135,8 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """Return the chat page, with a policy that allows only its own script and requests to this server."""
+    """Return the chat page, with a content security policy that allows only its own script and requests to
+    this server."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -202,8 +203,8 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the web application. With an API key, only the chat page and ``/health`` are open to requests
-    without it."""
+    """Create the web application. If the service has an API key, requests without it can only read the chat
+    page and ``/health``."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

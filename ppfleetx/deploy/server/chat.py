@@ -34,12 +34,13 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """Check one message of a chat request. A content of several text parts becomes one text."""
+    """Check one message of a chat request. Content that consists of several text parts is joined into one
+    text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)
     content = value.get("content")
-    if content is None and value["role"] == "assistant":  # clients send null beside calls
+    if content is None and value["role"] == "assistant":  # clients send null with tool calls
         return {**value, "content": ""}
     if isinstance(content, list):
         parts = [one.get("text") if _is_text_part(one) else None for one in content]

@@ -35,8 +35,8 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _read_logprobs(value: Any) -> int | None:
-    """Check the ``logprobs`` of a completion request, and return it: the number of alternatives to list for
-    each token. ``false`` is accepted and becomes None."""
+    """Return the ``logprobs`` of a completion request: the number of alternative tokens to list for each
+    token. ``false`` becomes None. Raises ValueError for an invalid value."""
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:

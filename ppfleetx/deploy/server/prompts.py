@@ -183,7 +183,7 @@ class PromptReader:
             raise bad_request(f"{param}: {error}", param) from error
 
     def _check_not_empty(self, ids: Sequence[int], param: str) -> None:
-        if not ids:  # the tokenizer drops all characters of the text
+        if not ids:  # the tokenizer can drop all characters of a text
             raise bad_request(f"{param}: has no token: there is nothing to continue", param)
 
     def _max_new_tokens(self, prompt_length: int, request: GenerationRequest, param: str) -> int:

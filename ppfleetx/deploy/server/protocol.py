@@ -62,7 +62,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 MOST_TOP = 20
-"""The maximum number of alternatives listed per token."""
+"""The maximum number of alternative tokens that a response lists for each token."""
 _MAX_STOPS = 64
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64
@@ -138,7 +138,7 @@ class GenerationRequest(Request, TokenOptions):
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    # Clients of vLLM send these, with the values that ask for what this server does.
+    # Clients of vLLM send these. Values that ask for unsupported behavior are refused.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: NotSupported = None
@@ -170,12 +170,12 @@ class GenerationRequest(Request, TokenOptions):
     @property
     def must_have_room(self) -> bool:
         """Whether to refuse a request if ``token_limit`` new tokens do not fit into the model's positions.
-        True if the client set the limit. Otherwise, fewer tokens are generated."""
+        True if the client set the limit. If False, fewer tokens are generated."""
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """The number of alternatives to list for each token; None: no log-probabilities."""
+        """The number of alternative tokens to list for each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -196,8 +196,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and validate a request body. A null parameter counts as omitted. Raises ApiError 400, which names
-    the parameter and the rule."""
+    """Parse and validate a request body. A null parameter counts as omitted. If the body is invalid, raises
+    ApiError 400, whose message names the parameter and the rule."""
     try:
         return kind.model_validate_json(_without_nulls(body))
     except ValidationError as error:
@@ -240,5 +240,5 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """Put a client's text, shortened if it is long, in quotes for an error message."""
+    """Return a client's text in quotes for an error message, shortened if it is long."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")

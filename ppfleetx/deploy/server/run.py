@@ -40,7 +40,8 @@ def check_libraries() -> None:
 
 
 def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Raise ConfigError if the plan divides the model among processes, which the server does not support."""
+    """Raise ConfigError if the parallel plan or the launcher uses several processes, which the server does
+    not support."""
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
@@ -70,9 +71,9 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Read the API key from the environment variable ``Serve.api_key_env``. Returns None (no key needed) if
-    the default variable is not set. Raises ConfigError if another variable is not set, or if the key is
-    invalid."""
+    """Return the API key from the environment variable that ``Serve.api_key_env`` names. Returns None (no key
+    needed) if this is the default variable and it is not set. Raises ConfigError if another variable is named
+    but not set, or if the key is invalid."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -89,8 +90,8 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """Bind a socket to the server's address, without listening yet, so that a port in use is noticed before
-    the model is loaded. Raises ConfigError if the address cannot be used."""
+    """Bind a socket to the server's address, without listening yet. A port in use is thus noticed before the
+    model is loaded. Raises ConfigError if the address cannot be used."""
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -189,7 +190,7 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:
-    """The size in bytes of the key/value cache of one sequence of maximum length."""
+    """Return the size in bytes of the key/value cache of one sequence of maximum length."""
     model = cfg.Model
     latent = model.latent_attention
     width = 2 * model.kv_heads * model.head_size if latent is None else latent.kv_rank + latent.rope_head_dim

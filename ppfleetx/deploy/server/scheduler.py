@@ -50,7 +50,8 @@ class ServedModel:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Remove sequence i from the batch unless ``kept[i]``. Returns how many were removed."""
+        """Keep sequence i in the batch if ``kept[i]`` is true, and remove it otherwise. Returns the number of
+        removed sequences."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
@@ -81,7 +82,7 @@ class Scheduler:
         self._adapters = adapters or Adapters(model)
         names = (None, *self._adapters.names)
         room = cfg.prefix_cache_tokens // len(names)
-        # Each has a batch of its own, and the batches take turns within a step.
+        # The base model and each adapter have their own batch. The batches take turns within a step.
         self._models = {name: ServedModel(model, name or cfg.model_name, room) for name in names}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,7 +137,7 @@ class Scheduler:
 
     def close(self, seconds: float) -> None:
         """Stop accepting requests, and end the thread when the accepted ones are finished, but at the latest
-        after ``seconds``. Unfinished requests then fail. May be called from a signal handler."""
+        after ``seconds``. Unfinished requests then fail. Can be called from a signal handler."""
         with self._changed:
             closing_at = time.monotonic() + seconds
             self._closing_at = min(closing_at, self._closing_at or closing_at)
@@ -211,8 +212,8 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, model: ServedModel, *, has_newcomers: bool) -> paddle.Tensor:
-        """Run one forward pass for a model's batch. Returns logits ``[1 + s, b, V]``: after the last token of
-        each sequence, then after each of its s draft tokens."""
+        """Run one forward pass for a model's batch. Returns ``[1 + s, b, V]``: the logits after the last
+        token of each sequence, then after each of its s draft tokens."""
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
             return model.batch.next_logits().unsqueeze(0)
@@ -224,9 +225,9 @@ class Scheduler:
     def _choose(
         self, rows: Sequence[RunningSequence], logits: paddle.Tensor
     ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
-        """Choose the new tokens of each sequence: the draft tokens that are accepted, and one more. Also
-        return the events for the clients. ``logits`` is ``[1 + s, b, V]``: the logits after the last token of
-        each sequence, then after each of its s draft tokens."""
+        """Return the new tokens of each sequence, and the events for the clients. The new tokens are the
+        accepted draft tokens and one more. ``logits`` is ``[1 + s, b, V]``: the logits after the last token
+        of each sequence, then after each of its s draft tokens."""
         new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(rows)))
@@ -302,7 +303,7 @@ class Scheduler:
             self._keep(model, [not row.work.cancelled for row in model.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Remove the prompts that can join the batch now from the queue, and return them in order."""
+        """Take from the queue the prompts that can join the batch now, and return them in order."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:

@@ -159,7 +159,7 @@ class RunningSequence:
 
     def draft(self, most: int) -> int:
         """Set :attr:`drafts` to at most ``most`` tokens that prompt lookup finds in the sequence's own text.
-        Returns how many it has found."""
+        Returns their number."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pydantic_core import from_json  # limits the depth of what it reads
+from pydantic_core import from_json  # limits the nesting depth
 
 from ppfleetx.config.sections.generation import StructuredOutputs
 
@@ -67,8 +67,8 @@ def forced_form(
             "type": "object",
             "properties": {
                 "name": {"const": one["function"]["name"]},
-                # With an id of its own, a reference such as #/$defs/Address means this schema. The client's
-                # ids may be the same for several tools.
+                # Because of this $id, a reference such as #/$defs/Address is looked up in this schema. An $id
+                # from the client could be the same for several tools.
                 "arguments": {**_parameters_of(one), "$id": f"tool-{number}"},
             },
             "required": ["name", "arguments"],

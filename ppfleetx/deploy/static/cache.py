@@ -24,9 +24,9 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head size],
-        to those of layer ``layer_index``. Returns the keys and values of all positions, and None, because
-        this cache brings no attention mask. Call it once for each layer, in model order."""
+        """Append the ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head
+        size], to the cache of layer ``layer_index``. Returns the layer's keys and values of all positions,
+        and None, because this cache has no attention mask. Call it once for each layer, in model order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -40,8 +40,8 @@ class LoopCache:
         padding.
 
         Returns:
-            The index of the first new position, ``[1]``; the additive attention mask, None if ``window`` is
-            None; and the keys and values of all layers, extended by zeros for ``num_new`` positions.
+            The index of the first new position, ``[1]``; the additive attention mask, or None if ``window``
+            is None; and the keys and values of all layers, extended by zeros for ``num_new`` positions.
         """
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)

@@ -38,9 +38,9 @@ class GroupedMatrix:
     def linear(
         self, x: paddle.Tensor, counts: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """Apply to each row of ``x`` the linear layer of its expert. ``x`` is [rows, inputs], sorted by
-        expert, and the result [rows, outputs]. ``counts`` has the number of rows of each expert; ``bias`` is
-        [experts, outputs]."""
+        """Multiply each row of ``x`` by the matrix of its expert, and add the expert's bias. ``x`` is
+        [rows, inputs], sorted by expert, and the result is [rows, outputs]. ``counts`` has the number of rows
+        of each expert. ``bias`` is [experts, outputs]."""
         stored = self.stored
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
@@ -79,7 +79,7 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
     used = paddle.nonzero(counts).flatten()
     product = paddle.zeros([x.shape[0], weight.shape[2]], x.dtype)
     done = paddle.zeros([], "int64")
-    # Only the experts that have rows, one at a time, so that only one matrix is copied at a time.
+    # Loop over the experts that have rows, so that only one matrix is copied at a time.
     while done < used.shape[0]:
         expert = used[done]
         end = ends[expert]
@@ -107,8 +107,8 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Apply to each row of ``x`` the linear layer of its expert. ``x`` is [rows, inputs], sorted by
-        expert, and the result [rows, outputs]. ``counts`` has the number of rows of each expert."""
+        """Apply each expert's linear layer to the expert's rows of ``x``. ``x`` is [rows, inputs], sorted by
+        expert, and the result is [rows, outputs]. ``counts`` has the number of rows of each expert."""
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:
@@ -123,8 +123,8 @@ class _CountsOnDevice(RoundTrip):
 
 
 class ProgramExchange(ExpertExchange):
-    """The expert exchange of an exported program. The program has one process, so hidden states are not
-    moved. The number of tokens per expert stays on the device."""
+    """The token dispatcher of an exported program. The program runs in one process, so no hidden states are
+    sent. The number of tokens per expert stays on the device."""
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)

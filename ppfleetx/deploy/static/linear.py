@@ -1,4 +1,5 @@
-"""Matrix products in an exported program: single ones, or all blocks of a quantized model in one operation.
+"""Matrix products in an exported program: single products, or one operation that runs all transformer blocks
+of a quantized model.
 
 A matrix can be stored in *panels*, groups of adjacent columns. On a CPU, a product of 2 to 16 rows with a
 matrix in panels has the same result as with the original matrix, and is about 1.5 times as fast.
@@ -44,8 +45,8 @@ class Matrix:
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Compute ``x @ weight + bias``. If products use the copy of the matrix in groups of columns
-        (``panels``), ``x`` must be 2-D, or 3-D with size 1 in the axis ``single_axis``."""
+        """Compute ``x @ weight + bias``. If :attr:`panels` is set, ``x`` must be 2-D, or 3-D with size 1 in
+        the axis :attr:`single_axis`."""
         if self.panels is None:
             return F.linear(x, self.weight, bias)
         columns = self.weight.shape[1]
@@ -63,8 +64,8 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A quantized weight matrix, as a constant of an exported program. It stays quantized in a program with
-    our C++ operators, and is otherwise dequantized when the program is loaded."""
+    """A quantized weight matrix, as a constant of an exported program. In a program with our C++ operators,
+    the matrix stays quantized. Otherwise it is dequantized when the program is loaded."""
 
     def __init__(self, stored: QuantizedMatrix) -> None:
         super().__init__(stored.weight)
@@ -112,8 +113,8 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Select the form of the weights for all products with ``matrices`` that are added to the program after
-    this call.
+    """Choose the weight layout for the products with ``matrices`` that are added to the program after this
+    call: the original matrices, or groups of columns.
 
     Args:
         panels: copies of the matrices in groups of columns, from :meth:`Matrix.make_panels`. If empty, the
@@ -133,7 +134,6 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
     matrices = []
     for parent in model.sublayers(include_self=True):
         for name, child in parent.named_children():
-            # Linear layers with adapters or hooks are not replaced.
             is_plain = (
                 isinstance(child, Linear | QuantizedLinear)
                 and not child.sublayers()
@@ -156,7 +156,7 @@ class ProgramBlocks:
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
     """Combine ``layers``, the transformer blocks and the final norm, into one C++ operation. Returns None if
-    the operator is not compiled or does not support these layers."""
+    this operation is not compiled or does not support the layers."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -166,9 +166,9 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Add to the program the operations that bring the weights of ``blocks`` into the form that the C++
-    operation reads. Call this after :func:`begin`, outside of conditionals and loops. Does nothing if
-    ``blocks`` is None."""
+    """Add to the program the operations that convert the weights of ``blocks`` to the layout of the C++
+    operation. Call this after :func:`begin`, outside of conditionals and loops. Does nothing if ``blocks`` is
+    None."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
@@ -176,8 +176,9 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """Run all blocks and the final norm on hidden states ``[s, b, h]`` at positions ``[b, s]``, which follow
-    those in ``cache``. Returns ``[s, b, h]``."""
+    """Run all transformer blocks and the final norm on the hidden states ``[s, b, h]`` of new positions,
+    whose indices are ``[b, s]``. Returns the new hidden states ``[s, b, h]``. ``cache`` provides the keys and
+    values of earlier positions, and gets those of the new positions."""
     fused = blocks.fused
     column, penalty, memory = cache.prepare(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -92,15 +92,15 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with one of their tokens
     ("padding", "int64", (None,)),  # [b] number of padding columns
     ("max_new_tokens", "int64", (None,)),  # [b] at least 1
-    ("exponentials", "float32", (None, None, None)),  # [b, t, race_size(V)]; any when top_k is 1
-    ("end_ids", "int64", (None,)),  # tokens that end a row, at least one; -1 for none
+    ("exponentials", "float32", (None, None, None)),  # [b, t, race_size(V)] random; not used if top_k is 1
+    ("end_ids", "int64", (None,)),  # tokens that end a sequence, at least one; -1 for none
     ("min_new_tokens", "int64", (1,)),
     ("repetition_penalty", "float32", (1,)),
     ("temperature", "float32", (1,)),
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
-    # Exported directories use this name: number of draft tokens per pass; for one row, greedy search and no
-    # repetition_penalty.
+    # Maximum number of draft tokens per pass. Used only for a single sequence, with greedy search and without
+    # repetition_penalty. Existing exports have this name.
     ("most_guesses", "int64", (1,)),
 )
 """Name, type and shape of each input of the program, in argument order."""
@@ -174,8 +174,8 @@ class GenerationProgram(nn.Layer):
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """The file name of this program when it uses C++ operators that store matrices in groups of ``width``
-        columns. It depends on which operators the program uses."""
+        """Return the file name of this program with C++ operators that store matrices in groups of ``width``
+        columns. The name says which C++ operators the program uses."""
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
@@ -274,7 +274,7 @@ class GenerationProgram(nn.Layer):
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Run the model on one new token of each sequence, ``token [b]``, whose position in the cache is
         ``column [1]``. Returns the next logits ``[b, V]`` and the new cache."""
-        # A finished row keeps the last position while other rows continue.
+        # While other sequences continue, a finished one must not exceed the last position.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
         columns = paddle.arange(past[0].shape[2])
@@ -306,7 +306,7 @@ class GenerationProgram(nn.Layer):
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
-        # Prompt lookup is for greedy search without a repetition penalty.
+        # Prompt lookup is only for greedy search without a repetition penalty.
         max_drafts = paddle.where(
             paddle.logical_and(top_k == 1, repetition_penalty == 1.0),
             max_drafts,
@@ -346,8 +346,8 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the last token of ``history`` and k draft tokens in one pass. Return the likeliest next token
-        after each of them, ``[1 + k]``, and the new cache."""
+        """Run the last token of ``history`` and k draft tokens in one pass. Returns the likeliest next token
+        after each of these tokens, ``[1 + k]``, and the new cache."""
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], drafts])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -449,7 +449,6 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace a ``top_p`` of 1 or more, which means no limit, by 2, so that rounding errors cannot remove
-    tokens."""
-    # With 1, tokens could be lost, because the rounded cumulative sum of probabilities can reach 1 too early.
+    """Return ``top_p``, or 2 if ``top_p`` is at least 1 and thus no limit. With a limit of 1, tokens could be
+    lost, because the rounded cumulative sum of probabilities can reach 1 too early."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

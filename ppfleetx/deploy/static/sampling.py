@@ -20,7 +20,7 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
-    # alike[j]: the number of tokens ending at j that match the end of the row.
+    # alike[j]: how many of the tokens up to index j match the last tokens of `history`.
     alike = paddle.zeros([size - 1], "int64")
     matched = paddle.ones([size - 1], "int64")
     for back in range(_MOST_ALIKE):
@@ -40,18 +40,19 @@ def drafts_after(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Ten
 
 
 def accept(likeliest: paddle.Tensor, drafts: paddle.Tensor) -> paddle.Tensor:
-    """Return the number of accepted draft tokens as a tensor ``[1]``. They are accepted as long as they
-    equal the model's likeliest tokens. ``likeliest`` is [k + 1], ``drafts`` is [k]."""
+    """Return the number of accepted draft tokens as a tensor ``[1]``. A draft token is accepted if it and all
+    draft tokens before it equal the model's likeliest tokens. ``likeliest`` is [k + 1], ``drafts`` is [k]."""
     return (likeliest[:-1] == drafts).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """Return the number of tokens to draft in the next pass, ``[1]``. If the last pass accepted ``right >=
-    width`` draft tokens, the number doubles, up to ``most``. Otherwise it becomes ``right``, but at least 1.
+    """Return the number of tokens to draft in the next pass, ``[1]``. If the last pass accepted at least
+    ``width`` draft tokens, the number doubles, up to ``most``. Otherwise it becomes max(``right``, 1).
 
     Args:
         width: the number of tokens to draft in the last pass.
         right: the number of draft tokens that the last pass accepted.
+        most: the maximum number of draft tokens per pass.
     """
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
@@ -61,13 +62,13 @@ _BUCKETS = 1 << 13
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
     """Apply top-p to ``probabilities [b, V]`` without sorting all of them. ``top_p`` is ``[1]``. The result
-    is that of :func:`~ppfleetx.generation.logits_processors.nucleus`."""
+    equals that of :func:`~ppfleetx.generation.logits_processors.nucleus`."""
     # The fourth root spreads probabilities between 1 and 1e-10 evenly enough over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
     up_to = _bucket_mass(probabilities, bucket).cumsum(-1)
     above = up_to[:, -1:] - up_to
-    # If rounding keeps the total below p, every token is kept.
+    # If rounding keeps the total below top_p, every token is kept.
     lowest = (up_to <= 0).astype("int64").sum(-1, keepdim=True)
     boundary = paddle.maximum((above >= top_p).astype("int64").sum(-1, keepdim=True), lowest)
     # Sort only the bucket in which the sum reaches top_p.
@@ -77,7 +78,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     size = (falling > 0).astype("int64").sum(-1, keepdim=True)
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
-    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # lower ids are kept
+    # Of tokens with equal probabilities, those with lower ids must be kept, as nucleus() does.
+    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()
     # On a GPU, rounding can make cumulative sums decrease, so the bucket may be empty.
     if paddle.logical_or(has_equals, (smallest <= 0).any()):
         kept = nucleus(probabilities, top_p)

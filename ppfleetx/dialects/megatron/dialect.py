@@ -39,7 +39,7 @@ OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepsp
 
 
 def rules(world_size: int | None) -> list[Rule]:
-    """The rules for options that depend on each other. Later rules use the results of earlier ones."""
+    """Return the rules for options that depend on each other. Later rules use the results of earlier ones."""
     return [
         network_rules.required,
         network_rules.network,
@@ -61,8 +61,9 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``. A
-    ``world_size`` of None is taken from the launcher's options or environment variables."""
+    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``. If
+    ``world_size`` is None, the number of processes is taken from the launcher's options or environment
+    variables."""
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))

@@ -19,7 +19,8 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """One model size: plan, network, batch sizes and learning rate. It trains in float16 without dropout."""
+    """One model size: parallel degrees, network, batch sizes and learning rate. All sizes train in float16
+    without dropout."""
 
     tensor: int
     pipeline: int

@@ -17,7 +17,7 @@ from ppfleetx.dialects.user_options import Given, weighted_corpora
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
-# Vocabulary sizes to assume if a file with this name does not exist yet.
+# Vocabulary size by file name, assumed if the vocabulary file does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
 _ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu")} | {"squared_relu": "relu2"}
 
@@ -34,7 +34,7 @@ def required(run: Translation) -> None:
 
 
 def option(name: str, run: Translation) -> str:
-    """An option's name as the user would write it: ``--num-layers``, or ``num_layers`` in a file."""
+    """Return an option's name as the user would write it: ``--num-layers``, or ``num_layers`` in a file."""
     return f"--{name.replace('_', '-')}" if run.place == COMMAND_LINE else name
 
 
@@ -63,8 +63,8 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate Megatron's options for multi-head latent attention. Its rotary positions rotate pairs of
-    neighboring features, as in DeepSeek."""
+    """Translate Megatron's options for multi-head latent attention. As in DeepSeek, its rotary embedding
+    rotates pairs of neighboring features."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
         raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
@@ -98,8 +98,8 @@ def _positions(run: Translation) -> None:
     if kind is not None:
         run.put("Model.position_embedding_type", kind, *names)
     if run.flag("use_alibi_position_embeddings", False) and not run.flag("no_query_key_layer_scaling", False):
-        # Megatron's layer scaling divides only QK products by the layer number, but multiplies the whole
-        # scores, including ALiBi, by it.
+        # With layer scaling, Megatron divides the QK products by the layer number, adds ALiBi, and multiplies
+        # the sum by the layer number.
         raise run.error(
             "use_alibi_position_embeddings",
             "needs no_query_key_layer_scaling: without it the biases of layer n are n times as steep there; "
@@ -285,7 +285,8 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether ``path`` is a directory; False rather than an error for a name that no file can have."""
+    """Return whether ``path`` is a directory. For a name that no file can have, return False instead of
+    raising an error."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 

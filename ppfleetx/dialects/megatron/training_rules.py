@@ -26,9 +26,8 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs_rule(log: str, *, interval: int) -> Rule:
-    """Make the rule that turns on log lines in the toolkit's own format, written by the callback ``log``.
-    ``interval`` is the toolkit's default of ``log_interval``.
-    """
+    """Return the rule that turns on log lines in the toolkit's own format, written by the callback ``log``.
+    ``interval`` is the toolkit's default of ``log_interval``."""
 
     def logs(run: Translation) -> None:
         run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
@@ -60,8 +59,8 @@ def batches(run: Translation) -> None:
 
 
 def _ramp(run: Translation) -> BatchPlan:
-    """Translate the growing batch. Returns its sizes; the configuration checks later that they suit ranks and
-    micro batches."""
+    """Translate ``rampup_batch_size``, a batch size that grows during training. Returns the batch sizes. The
+    configuration checks later whether they suit ranks and micro batches."""
     numbers, size = run.value(_RAMP), run.integer("global_batch_size")
     if (
         not isinstance(numbers, list)
@@ -74,8 +73,8 @@ def _ramp(run: Translation) -> BatchPlan:
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
-    """Convert the option ``name`` from samples to steps. Raises ConfigError if it is below ``least``, a
-    minimum in steps."""
+    """Return the value of the option ``name``, converted from samples to steps. Raises ConfigError if the
+    value is below ``least``, a minimum in steps."""
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(
@@ -148,7 +147,8 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """Set ``Global.device`` if an argument of Megatron's Ascend ports names the device."""
+    """Set ``Global.device`` if ``device_target`` or ``distributed_backend`` names the device, as in
+    Megatron's ports to Ascend NPUs."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:
@@ -217,7 +217,7 @@ def _weight_decay(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """Translate those options of Megatron's learning-rate schedule that depend on each other."""
+    """Translate the options of Megatron's learning-rate schedule that depend on each other."""
     if run.native["Optimizer.lr.decay_style"].value == "wsd":
         run.put("Optimizer.lr.wsd_decay_style", run.value("lr_wsd_decay_style"), "lr_wsd_decay_style")
     if _RAMP in run:
@@ -234,7 +234,8 @@ def schedule(run: Translation) -> None:
 
 
 def _in_samples(run: Translation) -> None:
-    """Translate the lengths of the schedule of a batch that grows. They stay numbers of samples."""
+    """Translate the lengths of the learning-rate schedule for a batch size that grows. They stay numbers of
+    samples."""
     prefix = "Optimizer.lr"
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
         if run.value(name):
@@ -278,8 +279,8 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) 
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate Megatron's options that say where and when to save checkpoints, and from which one to
-    start."""
+    """Translate Megatron's options that say where and when to save checkpoints, and which checkpoint to start
+    from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")

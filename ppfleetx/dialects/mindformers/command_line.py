@@ -1,4 +1,5 @@
-"""Read the command line of ``run_mindformer.py``: a YAML file with its base files, flags, ``--options``."""
+"""Read the command line of ``run_mindformer.py``: a YAML file with its base files, flags and
+``--options``."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _FIRST = {
     "load_checkpoint": "resume_or_finetune_checkpoint",
     "profile": "profile",
 }
-"""Flags that ``--options`` overrides -> the keys they set."""
+"""Maps each flag that ``--options`` overrides to the key that the flag sets."""
 
 _LAST = {
     "epochs": "runner_config.epochs",
@@ -33,10 +34,11 @@ _LAST = {
     "sink_mode": "runner_config.sink_mode",
     "predict_data": "input_data",
 }
-"""Flags that override ``--options`` -> the keys they set."""
+"""Maps each flag that overrides ``--options`` to the key that the flag sets."""
 
 _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_loader.num_samples"}
-"""Flags -> the keys they set in ``train_dataset``, or in ``eval_dataset`` for ``run_mode: eval``."""
+"""Maps flags to the keys that they set in ``train_dataset``, or in ``eval_dataset`` if the run mode is
+eval."""
 
 
 def _flag(name: str) -> Key:
@@ -133,8 +135,13 @@ def usage() -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """Read a configuration file, merged over the files in its ``base_config`` as in MindFormers v0.3.
-    ``chain`` has the paths of the files being read. ``entry`` tells where the file was named, for errors."""
+    """Read a configuration file and the files in its ``base_config``, as in MindFormers v0.3. The file
+    overrides its base files.
+
+    Args:
+        chain: paths of the files that include this one, to find cycles.
+        entry: the key, value and place that named the file, for error messages.
+    """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
         raise ConfigError("the base files include each other", **entry)

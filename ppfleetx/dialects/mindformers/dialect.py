@@ -37,8 +37,8 @@ def run_mode(run: Translation) -> str:
 
 def device(run: Translation) -> None:
     """Translate the options for the device, its memory limit, and the data types of computation, softmax and
-    weights. Without ``compute_dtype``, float16 is assumed, as in MindFormers. On a CPU, 16-bit computation is
-    turned off, with a note."""
+    weights. Without ``compute_dtype``, float16 is assumed, as in MindFormers. A CPU computes in float32, and
+    a note says so."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
@@ -253,8 +253,8 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Translate the options for the MLP width and the sequence length, and set what is always the same in
-    MindFormers' GPT-2, such as learned positions."""
+    """Translate the options for the MLP width and the sequence length. Also set what is the same in every
+    GPT-2 of MindFormers, such as learned positions."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = next(
@@ -272,8 +272,7 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the options of the data that the run mode reads (for training or evaluation), and choose the
-    task."""
+    """Translate the options for the data that the run mode needs, and choose the task."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
@@ -370,8 +369,7 @@ def length(run: Translation) -> None:
 
 
 def writing(run: Translation) -> None:
-    """Translate MindFormers' options for writing: its callbacks for logs and checkpoints, and the steps to
-    profile."""
+    """Translate MindFormers' callbacks for logs and checkpoints, and its options for the steps to profile."""
     for key in [key for key in run.given if key.startswith("callbacks.") and key.endswith(".type")]:
         prefix, kind = key.removesuffix(".type"), run.value(key)
         if kind == "MFLossMonitor":
@@ -456,12 +454,12 @@ _BLOCKS = frozenset(
 
 @dataclass(frozen=True)
 class MindFormersRun:
-    """A command line of ``run_mindformer.py`` after translation.
+    """The translated command line of ``run_mindformer.py``.
 
     Attributes:
         translation: the configuration.
         mode: the run mode: train, finetune, eval or predict.
-        checks: whether only a report is to be printed (``--check``).
+        checks: whether to print a report and run nothing (``--check``).
     """
 
     translation: Translation

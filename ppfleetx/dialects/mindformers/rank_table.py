@@ -96,7 +96,8 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """Return this host's IP address, as other hosts probably see it. Raises ConfigError if none is found."""
+    """Return the IP address under which other hosts can probably reach this host. Raises ConfigError if no
+    address is found."""
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
@@ -160,7 +161,7 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Return the processes to start on this host for the arguments of ``run_distribute.sh``."""
+    """Convert the arguments of ``run_distribute.sh`` to the processes to start on this host."""
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
     config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - resolves `..` but not links

@@ -49,7 +49,7 @@ ALIASES: dict[str, str] = {
     for table in tables.split()
     for key in TABLES[table]
 } | _FILE["aliases"]
-"""Dotted name in MindSpeed-Core-MS -> Megatron argument with the same meaning."""
+"""Maps dotted option names of MindSpeed-Core-MS to the Megatron arguments with the same meaning."""
 
 
 def plain(name: str) -> str:
@@ -64,8 +64,8 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """The options of MindSpeed-Core-MS and of Megatron. An option in a section of the file has its
-    MindSpeed-Core-MS name; an option outside the sections has Megatron's name."""
+    """A key table with the options of MindSpeed-Core-MS and of Megatron. An option in a section of the file
+    has its MindSpeed-Core-MS name. An option outside the sections has Megatron's name."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}
@@ -259,9 +259,9 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """Translate where checkpoints are saved and how often. With ``resume_training``, the run resumes from
-    ``load`` or, if that is not given, from the directory of its own checkpoints. Otherwise ``load`` only
-    provides the initial weights."""
+    """Translate the options that say where and how often checkpoints are saved. With ``resume_training``, the
+    run resumes from ``load`` or, if that is not given, from the directory of its own checkpoints. Otherwise
+    ``load`` only provides the initial weights."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

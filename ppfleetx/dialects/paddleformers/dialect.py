@@ -226,7 +226,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate the options that say when to save checkpoints, and from which checkpoint to start."""
+    """Translate the options that say when to save checkpoints, and which checkpoint to start from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
@@ -245,7 +245,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """Translate the options of activation recomputation."""
+    """Translate the options for activation recomputation."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):
@@ -272,13 +272,15 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override it."""
+    """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override the
+    file."""
     given = list(given_in_file(path))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a PaddleFormers command line: a file or arguments, with or without launcher and program."""
+    """Translate a PaddleFormers command line, which names a file or has the options itself. A launcher and a
+    program before them are stripped."""
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
