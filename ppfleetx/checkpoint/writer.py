@@ -125,7 +125,8 @@ def write_rank(
     verify: bool = True,
 ) -> RankIndex:
     """Write one rank's tensor slices into ``rank_dir`` of the unfinished checkpoint ``staged``, and flush
-    them to disk. With ``verify``, they are read back; raises CheckpointError if a checksum differs."""
+    them to disk. With ``verify``, the slices are read back, and CheckpointError is raised if a checksum
+    differs."""
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}

@@ -104,7 +104,7 @@ class Packed:
 
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` into one flat tensor, and return it. Afterwards, each of them is a view of its part of
+    """Move ``tensors`` into one flat tensor, and return it. Afterwards, each tensor is a view of its part of
     the flat tensor. A single tensor is returned in its own shape.
 
     Each part starts at a multiple of :data:`ALIGNMENT` bytes (:func:`aligned_offsets`); zeros fill the gaps.

@@ -30,8 +30,8 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Compare ``best`` with some well-known plans on the same cards. Returns a line of text for each well-known
-    plan that differs from ``best``."""
+    """Compare ``best`` with some well-known plans on the same cards. Returns a line of text for each
+    well-known plan that differs from ``best``."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):

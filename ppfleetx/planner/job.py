@@ -87,8 +87,8 @@ class Job:
     plan.
 
     Attributes:
-        model: the model. ``plan`` and ``recomputed`` replace its settings of sequence parallelism and
-            recompute.
+        model: the model. Its settings for sequence parallelism and recompute are ignored; ``plan`` and
+            ``recomputed`` give them.
         micro_batch: sequences in one forward pass of a data-parallel rank.
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.

@@ -76,7 +76,7 @@ def close() -> None:
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first call
-    connects the ranks of the job, so all of them must make it together."""
+    connects the ranks of the job, so all ranks must make the first call together."""
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()

@@ -89,7 +89,7 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
 
 
 def _connect_to(rank: int, other: int, members: Members, role: int) -> socket.socket:
-    """Connect to rank ``other``, which listens, and tell it which rank this is."""
+    """Connect to rank ``other``, which listens, and send this rank's number."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.sendall(_GREETING.pack(rank, role))
