@@ -1,5 +1,5 @@
-"""Checkpoints, and the registry of the readers of other programs' formats (:func:`register_formats`). The
-readers are in :mod:`ppfleetx.conversion`."""
+"""Read and write checkpoints. :func:`register_formats` registers the readers of other programs' formats,
+which are in :mod:`ppfleetx.conversion`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class ForeignFormats:
-    """Interface to the readers of other programs' checkpoint formats. This base class reads none."""
+    """Interface to the readers of other programs' checkpoint formats. This base class supports no format."""
 
     def described(self, path: Path) -> str | None:
-        """Return a text that says which program's checkpoint ``path`` is and how to convert it; None if it is
-        not recognized or needs no conversion."""
+        """Return a message that names the program that wrote the checkpoint at ``path`` and says how to
+        convert the checkpoint. Returns None if the checkpoint is not recognized or needs no conversion."""
 
     def is_readable(self, path: Path) -> bool:
         return False

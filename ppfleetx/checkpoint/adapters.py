@@ -22,7 +22,8 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.output_files import is_taken, refuse_unwritable
 
 BASE = "base"
-"""Manifest fingerprint key of the base weights, set in checkpoints that contain only adapters."""
+"""Key of the base weights' hash in a manifest's ``fingerprints``. Only checkpoints that contain adapters
+without base weights have it."""
 
 _ROWS, _COLUMNS = 8, 64
 
@@ -34,7 +35,8 @@ def is_adapter_or_head(name: str) -> bool:
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str], *, widened: bool = False) -> str:
     """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. It covers
     the element type and the first few numbers of each tensor in ``names``, and does not depend on the
-    parallel plan that saved the checkpoint. With ``widened``, 16-bit numbers count as float32."""
+    parallel plan that saved the checkpoint. With ``widened``, 16-bit numbers are converted to float32
+    first."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
         entry = checkpoint.entry(name)
@@ -128,8 +130,9 @@ class TrainedAdapters:
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the LoRA adapters at ``path``. Raises CheckpointError if there are none, if they were trained on
-    other weights than those at ``base`` or with another tokenizer, or if there is a classification head."""
+    """Read the LoRA adapters in the checkpoint at ``path``. Raises CheckpointError if the checkpoint has no
+    adapters or has a classification head. Also raises CheckpointError if the adapters were trained with
+    another tokenizer, or on other weights than those at ``base``."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))
@@ -139,7 +142,8 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
     frozen = _frozen_names(source, model)
     fingerprints = checkpoint.manifest.fingerprints
-    # A checkpoint of the whole model holds the base as it was trained over, in float32 on a CPU.
+    # A checkpoint of the whole model contains the base weights that the adapters were trained on. Training on
+    # a CPU has converted 16-bit base weights to float32.
     is_whole = BASE not in fingerprints
     trained_over = base_fingerprint(checkpoint, frozen, widened=True) if is_whole else fingerprints[BASE]
     if trained_over != base_fingerprint(source, frozen, widened=is_whole):
@@ -173,8 +177,8 @@ def _model(path: str | Path) -> ModelConfig:
 def _missing_base_weights(
     path: str | Path, model: ModelConfig, base: str | Path | None
 ) -> dict[str, LazyTensor]:
-    """Return the base weights that the checkpoint at ``path`` lacks. They are read lazily from ``base`` or,
-    by default, from ``Model.lora.base``. Empty if the checkpoint contains the whole model."""
+    """Return the base weights that the checkpoint at ``path`` lacks; empty if it contains the whole model.
+    The weights are read lazily from ``base`` or, by default, from ``Model.lora.base``."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:

@@ -42,10 +42,11 @@ _HEAD = """\
 # Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
 #   ppfleetx generate THIS_DIRECTORY "Once upon a time"
 """
-# The padding of the vocabulary changes the shapes of an export, but no result.
+# Vocabulary padding changes the shapes in an exported model, but not the outputs.
 _KEPT = ("vocab_size_divisible_unit", "lora")
 PORTABLE_SECTIONS = ("Optimizer", "Generation", "Offline_Eval")
-"""Sections that are independent of plan and machine. Parts of `Model` and `Data` are portable, too."""
+"""Sections that do not depend on the parallel plan or the machine. Parts of `Model` and `Data` are portable,
+too."""
 OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
@@ -63,7 +64,7 @@ def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}
-    from ppfleetx.data.chat.templates import DEFAULT, template_of  # Jinja is for chats alone
+    from ppfleetx.data.chat.templates import DEFAULT, template_of  # only chats need Jinja
 
     template = template_of(dataset, tokenizer)
     return (
@@ -78,7 +79,8 @@ def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
-    """Return ``cfg`` as YAML without the keys of the parallel plan, the machine or a single command."""
+    """Return ``cfg`` as YAML without the keys that describe the parallel plan, the machine or a single
+    command."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}

@@ -56,9 +56,9 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """When a run resumes, make the file ``latest`` name the newest undamaged checkpoint, ``checkpoint``.
+    """Make the file ``latest`` name ``checkpoint``, the newest undamaged checkpoint, when a run resumes.
 
-    A killed save or a damaged checkpoint can leave another name there.
+    After a killed save or damage to a checkpoint, ``latest`` can name another checkpoint.
     """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
@@ -70,15 +70,16 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 
 def output_lock(output_dir: Path) -> AbstractContextManager[None]:
-    """Context manager that locks ``output_dir`` for saving. The lock ends with the process. Raises
-    CheckpointError if another process holds it for more than a minute."""
+    """Context manager that locks ``output_dir`` for saving. The lock is also released if the process
+    ends. Raises CheckpointError if another process holds the lock for more than a minute."""
     refusal = CheckpointError(f"another process is saving a checkpoint into {output_dir}")
     return exclusive_lock(output_dir / _LOCK_FILE, refusal, seconds=_LOCK_SECONDS)
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove the hidden directories of killed saves and deletions. A checkpoint that a killed save had moved
-    aside gets its name back if the new one is missing. The caller must hold the :func:`output_lock`."""
+    """Remove the hidden directories of killed saves and deletions. If a save was killed after it had moved an
+    old checkpoint aside and before the new one was in place, the old checkpoint gets its name back. The
+    caller must hold the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -90,8 +91,8 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def ensure_replaceable(target: Path, ownership: Ownership | None) -> None:
-    """Make sure that a run can save a checkpoint as ``target``. A damaged checkpoint there is renamed. Raises
-    CheckpointError if the run must not replace what is there."""
+    """Make sure that a run can save a checkpoint as ``target``. A damaged checkpoint at ``target`` is
+    renamed. Raises CheckpointError if ``target`` exists and the run must not replace it."""
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.may_replace(target)):
         return
     if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
@@ -135,16 +136,16 @@ def publish(saved: Path, target: Path) -> None:
 
 def delete_checkpoint(path: Path) -> None:
     """Delete a checkpoint."""
-    # What an interrupted deletion leaves is hidden, so it is not taken for a checkpoint.
+    # An interrupted deletion leaves a hidden directory, which is not taken for a checkpoint.
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete a run's old checkpoints in ``output_dir``. The run keeps its newest ``ownership.keep_max``, the
-    best one, and the checkpoints that it was started from. A checkpoint that cannot be deleted causes a
-    warning."""
+    """Delete a run's old checkpoints in ``output_dir``. The newest ``ownership.keep_max`` checkpoints, the
+    best one, and those that the run was started from are kept. If a checkpoint cannot be deleted, a warning
+    is logged."""
     if ownership.keep_max is None:
         return
     best = output_dir / BEST_FILE

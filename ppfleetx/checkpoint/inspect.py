@@ -1,4 +1,4 @@
-"""Show what is in checkpoints."""
+"""Summarize the contents of checkpoints, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Difference:
         key: (``model`` or ``optimizer``, parameter name, optimizer state name). The state name is empty for
             model parameters.
         what: a description of the difference.
-        largest: the largest absolute difference of two elements; None unless both are floating-point tensors
-            of the same shape.
+        largest: the largest absolute difference between corresponding elements; None unless both are
+            floating-point tensors of the same shape.
     """
 
     key: tuple[str, str, str]

@@ -46,8 +46,8 @@ class LazyTensor:
 
 
 class KeptTensor:
-    """A tensor that is read from its file once and then kept in memory. After ``readings`` uses, the memory
-    is freed."""
+    """A tensor that is read from its file once and then kept in memory. The memory is freed after
+    ``readings`` calls of `read`."""
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:
         self._tensor, self._readings, self._left = tensor, readings, 0

@@ -172,7 +172,7 @@ class CheckpointManager:
         """Wait for a background save to complete, and return its path; None if there is none."""
 
     def abandon(self) -> None:
-        """End a background save, because this process stops with an error. Does not communicate with other
+        """End a background save when this process stops with an error. Does not communicate with other
         ranks."""
 
 
@@ -248,7 +248,7 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """End the save in progress, because this process stops with an error. Waits until this process has
+        """End the save in progress when this process stops with an error. Waits until this process has
         written its part. Does not communicate with other ranks, so a save of several ranks may remain
         incomplete."""
         if self._task is None:

@@ -108,8 +108,8 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the valid keys of a `Generation` section, and the errors of the others. If keys contradict each
-    other, only ``decode_strategy`` is kept."""
+    """Return the valid keys of a `Generation` section, and the errors for the invalid ones. If keys
+    contradict each other, only ``decode_strategy`` is kept."""
     good, errors = dict(keys), []
     while True:
         try:
@@ -169,8 +169,8 @@ def write_ppfleetx(
     if there is one, are also written into ``output``.
 
     Args:
-        weights: facts about the weights, such as their source and tokenizer. The attribute
-            ``weights.tensors`` is not used.
+        weights: the metadata to store, such as step, source and tokenizer. The attribute ``weights.tensors``
+            is not used.
         tensors: all parameters of ``model``, with vocabulary padding.
         output: the output directory.
     """

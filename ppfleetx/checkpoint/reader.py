@@ -81,8 +81,8 @@ class Checkpoint:
         out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Read a tensor, or the part of it at ``offset`` with ``shape``. bfloat16 is read as bits in uint16.
-        ``out`` is a contiguous array to fill and return. Raises CheckpointError if there is no such tensor or
-        part, or the bytes are damaged."""
+        ``out`` is a contiguous array to fill and return. Raises CheckpointError if the tensor or part does
+        not exist or is damaged."""
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
         result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype]) if out is None else out
@@ -97,7 +97,7 @@ class Checkpoint:
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Check all tensor data. Raises CheckpointError with all damaged slices."""
+        """Check all tensor data. Raises CheckpointError with a message that lists all damaged slices."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))

@@ -140,7 +140,7 @@ def _is_split_like_parameter(checkpoint: Checkpoint, entry: TensorEntry) -> bool
 def cut_dim(name: str) -> int | None:
     """Return the dimension along which tensor parallelism splits the parameter ``name``, or None."""
     fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # FleetX may store q, k and v separately
-    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # so may Megatron-LM the experts
+    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # Megatron-LM: experts, too
     return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))
 
 

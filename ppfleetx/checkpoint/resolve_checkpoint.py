@@ -52,13 +52,13 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     ``path`` is one of
 
     - a step directory, or the directory of one rank in it,
-    - an output directory, which stands for the checkpoint that its file ``latest`` names, or if there is no
-      such file, for the newest,
+    - an output directory: its file ``latest`` names the checkpoint. Without this file, the newest checkpoint
+      is taken,
     - the file ``latest`` or ``best`` of an output directory,
-    - a checkpoint of PaddleFleetX, or an output directory of PaddleFleetX, which stands for its last step.
+    - a checkpoint of PaddleFleetX, or an output directory of PaddleFleetX: the checkpoint of its last step.
 
     Tensor data is checked only with ``verify``, and never in checkpoints of PaddleFleetX. Raises
-    CheckpointError if this checkpoint is missing or damaged, even if there are other, undamaged checkpoints.
+    CheckpointError if the checkpoint is missing or damaged. No other checkpoint is returned in its place.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
@@ -126,7 +126,7 @@ def newest_good(
 
     Args:
         verify: whether to read all data to find damage.
-        counts: returns whether a checkpoint is wanted; others are skipped. By default, all are wanted.
+        counts: returns whether a checkpoint may be returned; others are skipped. By default, none is skipped.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:

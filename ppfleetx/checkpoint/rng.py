@@ -39,7 +39,7 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from ``state``, the state of a checkpoint, which contains the result of
+    """Restore this rank's generators from a checkpoint's ``state``, which contains the result of
     `gather_rng_state`.
 
     Returns True if the checkpoint has the same parallel degrees, so that each rank gets its own states.

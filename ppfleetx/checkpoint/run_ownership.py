@@ -1,5 +1,5 @@
-"""Which training run saved a checkpoint. A run has a random id, and deletes and replaces only its own
-checkpoints."""
+"""Record and find out which training run saved a checkpoint. Each run has a random id. A run deletes and
+replaces only its own checkpoints."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class _Saved:
     files: frozenset[str]
 
 
-# By hash of the manifest: a cache, because parsing a long manifest is slow, and it is needed at every save.
+# A cache, by hash of the manifest: every save needs these facts, and parsing a long manifest is slow.
 _saved: dict[str, _Saved] = {}
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which checkpoints in its output directory a training run may delete and replace.
+    """The rule that decides which checkpoints in its output directory a training run may delete and replace.
 
     Attributes:
         run: the id of the run.
@@ -53,9 +53,9 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def may_replace(self, path: Path) -> bool:
-        """Return whether the run may delete or replace the checkpoint at ``path``. It may if it saved every
-        file in the checkpoint, under this name, and was not started from it. The answer for a
-        symbolic link is always False."""
+        """Return whether the run may delete or replace the checkpoint at ``path``. True if the run saved
+        every file in the checkpoint under this name, and was not started from the checkpoint. Always False
+        for a symbolic link."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -71,8 +71,8 @@ class RunRecord:
 
     Attributes:
         run: the id of the run that saves in this directory.
-        continues: the name of the checkpoint in this directory from which the run was started, if another run
-            saved it; otherwise None.
+        continues: the name of another run's checkpoint in this directory from which this run was started;
+            None if there is none.
     """
 
     run: str

@@ -71,7 +71,8 @@ class TensorSlice:
     state: str = ""
     vocab_dim: int | None = None
     is_live: bool = False
-    # The next optimizer update does not change the copy, even if it begins before the copy has ended.
+    # The next optimizer update does not change the copy, even if the update begins before the copy is
+    # complete.
     fetch: Callable[[], Callable[[], np.ndarray]] | None = None
 
     @property

@@ -38,7 +38,8 @@ def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensor
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
-        # A state of another shape, such as a beta power, is the same on all ranks, so one rank saves it.
+        # A state that does not have its parameter's shape, such as a beta power, is the same on all ranks, so
+        # one rank saves it.
         if tuple(tensor.shape) != tuple(info.local_shape) and any(info.offset):
             continue
         yield _slice(name, OPTIMIZER, state_name, tensor, info)
@@ -66,8 +67,8 @@ def load_model(
         vocab_size: the model's vocabulary size without padding.
         allow_missing: names of parameters that keep their values if the checkpoint lacks them.
         allow_extra: names of checkpoint tensors to ignore if the model does not have them. True: all.
-        allow_other_shapes: whether parameters that have another shape or vocabulary in the checkpoint keep
-            their values. If False, they cause an error.
+        allow_other_shapes: if True, parameters that have another shape or vocabulary in the checkpoint keep
+            their values; if False, such parameters are an error.
         model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
     Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
@@ -155,11 +156,12 @@ def load_masters(
 
 
 class _StateInfo:
-    """Which part of a whole tensor of optimizer state this rank has."""
+    """Describes the part of an optimizer state that this rank has, like the attribute ``info`` of a
+    parameter."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
-        # A state of another shape, such as a beta power, is whole on every rank.
+        # A state that does not have its parameter's shape, such as a beta power, is whole on every rank.
         follows = shape == tuple(info.local_shape)
         self.name = info.name
         self.global_shape: Index = tuple(info.global_shape) if follows else shape

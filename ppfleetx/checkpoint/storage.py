@@ -1,6 +1,6 @@
 """Disk access for checkpoints: safetensors files with checksums, small files, crash-safe renames.
 
-Saves access the disk only through this file, so tests can inject failures here.
+Saves access the disk only through this module, so that tests can inject failures here.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
-    """Raise CheckpointError if size or header of a tensor file do not match the manifest's ``entry``."""
+    """Raise CheckpointError if the size or the header of a tensor file does not match the manifest's
+    ``entry``."""
     path = directory / relative
     with opened(path) as file:
         header = file.read(entry.header_bytes)

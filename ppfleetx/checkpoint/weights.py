@@ -35,7 +35,8 @@ def vocab_dims() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, read lazily from any format, with what the source says about the model.
+    """The weights of a model, read lazily from any format, and the facts that the source states about the
+    model.
 
     Attributes:
         place: where the weights come from, for messages.
@@ -148,11 +149,11 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """Convert a model's slices from float32 back to the 16-bit element types that its weights had. If this
-    would change any element, all slices are returned unchanged.
+    """Convert a model's slices from float32 back to the 16-bit element types in which the model was stored.
+    If this would change any element, all slices are returned unchanged.
 
     Args:
-        stored: the element types that the weights had, by parameter name.
+        stored: the element types in which the model was stored, by parameter name.
     """
     made = []
     for piece in pieces:
@@ -203,7 +204,8 @@ class ForeignCheckpoint(Checkpoint):
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
-    """Set the vocabulary size of a checkpoint whose manifest does not have it. Returns the checkpoint."""
+    """Set the vocabulary size in the manifest of ``checkpoint`` if it is missing there, and return the
+    checkpoint."""
     if checkpoint.manifest.vocab_size is None:
         checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
     return checkpoint

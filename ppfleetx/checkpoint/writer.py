@@ -35,7 +35,8 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank wrote into a checkpoint: its files, by path in the checkpoint, and its tensor slices."""
+    """The files and tensor slices that one rank wrote into a checkpoint. Files are listed by path in the
+    checkpoint."""
 
     files: Mapping[str, FileEntry]
     tensors: Sequence[TensorEntry]
@@ -124,7 +125,8 @@ def write_rank(
     verify: bool = True,
 ) -> RankIndex:
     """Write one rank's tensor slices into ``rank_dir`` of the unfinished checkpoint ``staged``, and flush
-    them to disk. With ``verify``, they are read back; raises CheckpointError if a checksum differs."""
+    them to disk. With ``verify``, the slices are read back, and CheckpointError is raised if a checksum
+    differs."""
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}
@@ -173,7 +175,7 @@ def commit(
     output_dir = staged.parent
     storage.write_small(staged / MARKER_FILE, marker_of(content, _time_of_save(output_dir)))
     fsync_dir(staged)
-    # The hidden name keeps it from being found as a checkpoint, despite the marker.
+    # Despite the marker, the directory is not found as a checkpoint yet, because its name is hidden.
     open_checkpoint(staged)
     target = output_dir / step_directory(manifest.epoch, manifest.step)
     housekeeping.ensure_replaceable(target, ownership)
@@ -185,9 +187,9 @@ def commit(
 
 
 def _time_of_save(output_dir: Path) -> int:
-    """Return the time, in nanoseconds since 1970, that a new checkpoint gets. It is later than that of every
-    checkpoint in ``output_dir``, even if the clock was set back, because this time decides which is the
-    newest."""
+    """Return the save time of a new checkpoint, in nanoseconds since 1970. It is later than the save time of
+    every checkpoint in ``output_dir``, even if the clock was set back, because the newest checkpoint is found
+    by its save time."""
     newest = newest_complete(output_dir)
     return max(time.time_ns(), 0 if newest is None else 1 + int(read_marker(newest)["saved_at_ns"]))
 
@@ -210,7 +212,7 @@ def split_into_files(
     tensors: Sequence[TensorSlice], max_bytes: int
 ) -> Iterator[tuple[str, list[TensorSlice]]]:
     """Distribute slices over files of weights and of optimizer state, and yield (file name, its slices). The
-    slices of a file have at most ``max_bytes`` together, unless it has a single slice."""
+    slices of a file have at most ``max_bytes`` together, unless the file has only one slice."""
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),

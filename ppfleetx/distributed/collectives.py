@@ -10,7 +10,8 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 BUCKET_BYTES = 64 << 20
-"""Tensors are packed into buckets of up to this size, for few messages and little extra memory."""
+"""Maximum size of the buckets into which tensors are packed. Larger buckets need fewer messages, smaller ones
+need less extra memory."""
 
 ALIGNMENT = 256
 """Tensors within a flat tensor start at multiples of this many bytes, as separately allocated tensors do.
@@ -53,7 +54,7 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Sum a small tensor elementwise over ``group``. The sums are bitwise equal on all ranks."""
-    # All ranks add in rank order. Ascend's library could not sum float64 and uint8 in an all-reduce.
+    # All ranks add in rank order. Not an all-reduce, because Ascend's library cannot sum float64 and uint8.
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
     distributed.stream.all_gather(received, own, group=group)
@@ -73,7 +74,8 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run a collective on ``tensors``, one packed bucket after the other to limit the extra memory."""
+    """Run a collective on ``tensors``, packed into buckets. One bucket is processed at a time, to limit the
+    extra memory."""
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
 
@@ -102,7 +104,7 @@ class Packed:
 
 @paddle.no_grad()
 def flatten_in_place(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Move ``tensors`` into one flat tensor, and return it. Afterwards, each of them is a view of its part of
+    """Move ``tensors`` into one flat tensor, and return it. Afterwards, each tensor is a view of its part of
     the flat tensor. A single tensor is returned in its own shape.
 
     Each part starts at a multiple of :data:`ALIGNMENT` bytes (:func:`aligned_offsets`); zeros fill the gaps.

@@ -161,8 +161,8 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum a value over the data-parallel replicas, each counted once. ``values`` has the value of each
-        rank; ranks of the same replica have equal values. Nothing is communicated."""
+        """Sum a value over the data-parallel replicas. ``values`` has the value of each rank. Ranks of the
+        same replica have equal values, which are counted once. Does not communicate."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

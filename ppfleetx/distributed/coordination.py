@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 _BEAT_SECONDS = 30.0
 _HELPER = "first-on-node"
-_MOST_MESSAGES = 8  # different messages of ranks in one error
+_MOST_MESSAGES = 8  # the most different messages that one error shows
 
 
 class JointError(UserError):
-    """Raised on the ranks of a job because at least one rank raised a :class:`UserError`. Its message is made
-    of theirs (:func:`joint_message`). A rank that raised an error with exactly this message raises that error
-    again instead."""
+    """Raised on all ranks of a job when at least one rank has raised a :class:`UserError`. The message joins
+    the messages of the failed ranks (:func:`joint_message`). A rank whose own error has exactly this message
+    raises its own error instead."""
 
 
 def beat_seconds() -> float:
-    """Return the seconds between two heartbeats of ranks that wait for a long task. They are at most a third
-    of the communication timeout."""
+    """Return the interval, in seconds, between heartbeats of ranks that wait for a long task. The interval is
+    at most a third of the communication timeout."""
     return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
@@ -75,9 +75,10 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 
 
 def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, name_ranks: bool = True) -> None:
-    """Raise an error on all ranks if any rank passes one. If all such errors are UserErrors, this is a
-    UserError with the messages of these ranks. Any other error, such as a bug, is raised on its own rank; the
-    others raise PeerEndedError with its text, instead of waiting for a rank that has ended."""
+    """Raise an error on all ranks if any rank passes one. If all passed errors are UserErrors, every rank
+    raises a UserError with the messages of the failed ranks. Any other error, such as a bug, is raised on its
+    own rank. The remaining ranks then raise PeerEndedError with its text, instead of waiting for a rank that
+    has ended."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
@@ -98,9 +99,9 @@ def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, nam
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Join the error messages in ``texts``, which has an entry for each rank (None: no error). If the
-    messages differ, each is put after the numbers of the ranks that have it. If there is only one, this
-    depends on ``name_ranks``, and the numbers are left out if all ranks have it."""
+    """Join the error messages of the ranks into one message. ``texts`` has an entry for each rank; None means
+    no error. Each message begins with the numbers of the ranks that have it. If there is only one message,
+    the numbers are left out if all ranks have it, or if ``name_ranks`` is False."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
@@ -115,8 +116,8 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return each rank's
-    result. The other ranks wait for as long as the first ranks need. All ranks must call this. A UserError on
-    any rank is raised on every rank."""
+    result. The other ranks wait until the first ranks are done, without a time limit. All ranks must call
+    this. A UserError on any rank is raised on every rank."""
     if ctx.world_size == 1:
         return make()
     is_first = local_rank() == 0

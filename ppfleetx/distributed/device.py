@@ -1,4 +1,4 @@
-"""Everything that depends on the kind of device: CPU, GPU, XPU or a plugin's device.
+"""Functions that depend on the kind of device: CPU, GPU, XPU or a plugin's device.
 
 A device has Paddle's name, such as ``npu:3``; its kind is the part before the colon. Every device except a
 CPU is called a *card*. The functions import Paddle only when they are called.
@@ -40,8 +40,8 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """On a plugin's device, make Paddle's errors say where they occurred. Without this, they may have only a
-    number."""
+    """On a plugin's device, make Paddle's errors say where they occurred. Without this, an error can consist
+    of only a number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -106,8 +106,8 @@ def cards_here() -> list[str]:
 
 def choose_device(wanted: str, place: str | None = None) -> str:
     """Return the kind of device for a value of ``Global.device``, such as ``gpu`` for ``auto`` on a machine
-    with GPUs. ``place`` is where the value was set, for the error message. Raises ConfigError if there is no
-    such device."""
+    with GPUs. ``place`` is where the value was set, for the error message. Raises ConfigError if the device
+    does not exist."""
     import paddle
 
     cards = cards_here()
@@ -307,8 +307,8 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Queue a copy of a contiguous tensor to host memory and return the copy. It is valid only after the card
-    has done the work queued before it."""
+    """Queue a copy of a contiguous tensor to host memory and return the copy. The copy is valid only after
+    the card has completed the work queued so far."""
     import paddle
 
     # Paddle has pinned memory only for GPUs; for other cards, this call waits.
@@ -329,13 +329,14 @@ def join(device_place: Any) -> None:
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 """If this environment variable is "0", NVIDIA's libraries never use TF32, whatever a program requests."""
 
-# Paddle has had these switches since 2.0. In GPU builds that also have the flags, the flags take precedence.
+# All Paddle versions since 2.0 have switches for cuBLAS and cuDNN. GPU builds that also have these flags
+# ignore the switches.
 _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Context manager that makes matrix products of float32 exact: TF32 is not used inside."""
+    """Context manager that turns TF32 off, so that float32 matrix products have full precision."""
     import paddle
     from paddle.base import core
 

@@ -19,8 +19,8 @@ from ppfleetx.resilience.progress import PROGRESS
 _LOOKS_SECONDS = 1e-3  # polling interval for a card's progress
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""(event after a copy, source in host memory), oldest first. The source must stay alive until the copy is
-done."""
+"""Running copies to the card as (event after the copy, source in host memory), oldest first. The source must
+stay alive until the copy is done."""
 _begun: deque[Any] = deque()
 """Events at the start of micro batches that the card may not have reached, oldest first."""
 
@@ -41,8 +41,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Record progress: the host begins a micro batch. The card may begin it later, while :func:`read` waits
-    for the card. :func:`read` then records progress again."""
+    """Record progress when the host begins a micro batch. If the card begins the micro batch later, while
+    :func:`read` waits for the card, :func:`read` records progress again."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -99,7 +99,8 @@ def _unpacked(
 ) -> dict[str, paddle.Tensor]:
     """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
     ``flat``. ``begins`` has the byte offset of each, by name."""
-    # A view of a slice would be wrong: Paddle (3.3.1) takes the slice's offset in bytes for one in elements.
+    # A view of a slice would be wrong: Paddle (3.3.1) misreads the slice's byte offset as an offset in
+    # elements.
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}
     for name, array in arrays.items():

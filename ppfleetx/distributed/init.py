@@ -1,5 +1,5 @@
-"""Start a process of a training job: choose its device, seed it, connect it by Paddle's fleet, and create its
-:class:`ParallelContext`."""
+"""Start a process of a training job: choose its device, seed it, connect it through Paddle's fleet, and
+create its :class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
         RECORD.join_device = partial(join, place())
-    # For a second plan in the same process (tests): fleet would keep the topology of the first plan.
+    # Otherwise, fleet would keep the topology of an earlier plan in the same process, as in tests.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
     hcg = fleet.get_hybrid_communicate_group()

@@ -1,9 +1,9 @@
-"""Random numbers for dropout that depend on the training step, not on what the process has done before.
+"""Random numbers for dropout that depend on the training step, not on earlier random draws.
 
 The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number), so
-checkpoints need no states of generators. Activations that every tensor-parallel rank holds in full use the
-*default* stream of random numbers. Activations that are split between these ranks use the *sliced* stream,
-whose numbers depend on the tensor-parallel rank too.
+checkpoints do not need generator states for dropout. Activations that every tensor-parallel rank holds in
+full use the *default* stream of random numbers. Activations that are split between these ranks use the
+*sliced* stream, whose numbers depend on the tensor-parallel rank too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Rendezvous of the processes of a job: the first process listens, the others connect to it, and each gets
-the names and addresses of all. Every wait has a time limit."""
+"""Rendezvous of a job's processes. The first process listens, the others connect to it, and each gets the
+names and addresses of all processes. Every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ppfleetx.utils.log import get_logger
 Address = tuple[str, int]
 
 MARGIN_SECONDS = 10.0
-"""Extra time that the other processes wait for the first process, which knows who is missing and
-reports it."""
+"""Extra time that the other processes wait for the first process, which knows and reports which processes are
+missing."""
 _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
@@ -43,7 +43,7 @@ class RendezvousError(Exception):
 
 def meeting_point() -> Address:
     """Return the address (host, port) on which rank 0 listens for the other ranks, from environment variables
-    of Paddle's launcher. Raises ConfigError if none names an address."""
+    of Paddle's launcher. Raises ConfigError if no variable contains an address."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not (host and port):
         endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
@@ -109,12 +109,13 @@ class JsonConnection:
 
 @dataclass(frozen=True)
 class Member:
-    """What a process announces about itself in the rendezvous.
+    """The facts that a process announces about itself in the rendezvous.
 
     Attributes:
         name: its name in messages.
-        number: its number in the job; 0 is the process that listens. None: the order of arrival decides.
-        address: where other processes can connect to this one later; None if they need not.
+        number: its number in the job; 0 is the process that listens. None: numbers are assigned in the order
+            of arrival.
+        address: where other processes can connect to this one later; None if this process does not listen.
     """
 
     name: str
@@ -156,8 +157,8 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return for how many seconds the caller may sleep before it must ask again whether the time is
-        over (:meth:`is_over`)."""
+        """Return the number of seconds that the caller may sleep before it must call :meth:`is_over`
+        again."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -169,11 +170,11 @@ class _Wait:
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the listening side of the rendezvous: listen on the port of the address ``point``, and wait at most
     ``seconds`` for the other processes. ``size`` is the number of all processes, and ``own`` describes this
-    one.
+    process.
 
     Raises:
-        RendezvousError: the port cannot be opened, or a process does not connect in time, or ends before all
-            have connected.
+        RendezvousError: the port cannot be opened, a process does not connect in time, or a process ends
+            before all have connected.
     """
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
@@ -226,7 +227,7 @@ class _Reception:
         members = [self._came[number] for number in range(self._size)]
         names, addresses = [one.name for one in members], [one.address for one in members]
         for number, line in self._lines.items():
-            with contextlib.suppress(OSError):  # the next use of a dead line raises the error
+            with contextlib.suppress(OSError):  # the next use of a closed connection raises the error
                 line.send({"number": number, "names": names, "addresses": addresses})
         return Members(0, names, addresses, self._lines)
 
@@ -305,11 +306,11 @@ class _Reception:
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the connecting side of the rendezvous: connect to the first process at the address ``point``, and
-    wait until it reports that all have connected, for about ``seconds`` plus :data:`MARGIN_SECONDS`. ``size``
-    is the number of all processes, and ``own`` describes this one.
+    wait until it reports that all processes have connected. The wait takes at most about ``seconds`` plus
+    :data:`MARGIN_SECONDS`. ``size`` is the number of all processes, and ``own`` describes this process.
 
     Raises:
-        RendezvousError: no valid answer comes, or the first process reports an error.
+        RendezvousError: no valid answer arrives, or the first process reports an error.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds

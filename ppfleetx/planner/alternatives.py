@@ -30,8 +30,8 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Compare ``best`` with some well-known plans on the same cards. Returns a text for each of them, except
-    for ``best`` itself."""
+    """Compare ``best`` with some well-known plans on the same cards. Returns a line of text for each
+    well-known plan that differs from ``best``."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -133,9 +133,10 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Return changes that save more than 2% of the memory, the cheapest in step time first.
+    """Return changes of the configuration that save more than 2% of the memory, sorted by their cost in step
+    time.
 
-    Changes that cost about the same time are in the order of the memory that they save, the largest first.
+    Among changes with about the same cost, the one that saves the most memory comes first.
     """
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []

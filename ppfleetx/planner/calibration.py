@@ -30,9 +30,9 @@ _OTHERS = {
     ("link_latency_us",): 0.004,
     ("network_latency_us",): 0.05,
 }
-"""Penalty on the squared logarithm of each constant's scale factor (ridge regression): a few runs do not
-determine all constants, and the others should keep the card's values. Latencies depend on the host, so their
-penalty is small; the vendor states the network's speed, so its penalty is large.
+"""Penalty on the squared logarithm of each constant's scale factor (ridge regression). A few runs do not
+determine all constants, and constants that they do not determine should keep the card's values. Latencies
+depend on the host, so their penalty is small; the vendor states the network's speed, so its penalty is large.
 """
 _SWEEPS = 6
 
@@ -98,7 +98,7 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Read the mean seconds of a step, without waiting for data, from each record in ``metrics.jsonl``.
+    """Read the mean seconds of a step, excluding the wait for data, from each record in ``metrics.jsonl``.
 
     Records of evaluations, records that include warm-up steps, and records whose time is not positive or not
     finite are left out. An incomplete last line is ignored.
@@ -132,10 +132,9 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """Return ``card`` with the constants ``names`` scaled by a common factor that fits ``runs`` well.
+    """Return ``card`` with the constants ``names`` scaled by a common factor, the best of the factors tried.
 
-    It is the best of the factors tried. A factor is worse if it moves certain constants away from their
-    stated values.
+    The best factor has the smallest sum of the errors on ``runs`` and the penalties of :data:`_OTHERS`.
     """
     best, least = card, _distance(card, cluster, runs)
     for steps in (

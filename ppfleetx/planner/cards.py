@@ -28,13 +28,13 @@ class Card(Section):
     name: Text
     """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
-    """Which operations to count: those that this engine runs on a CPU, on a GPU (or another card that Paddle
-    itself has kernels for), or on the device of a Paddle plugin.
+    """The device whose operations are counted: a CPU, a GPU (or another card that Paddle itself has kernels
+    for), or the device of a Paddle plugin.
     """
     memory_gib: PositiveFloat
     """Memory available to a program, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]
-    """Dense matrix products by type, as the vendor states them, in TFLOP/s."""
+    """Peak speed of dense matrix products by data type, as the vendor states it, in TFLOP/s."""
     matmul_efficiency: UnitFloat
     """Share of the peak that a large matrix product reaches."""
     matmul_latency_us: NonNegativeFloat
@@ -57,7 +57,7 @@ class Card(Section):
     context_gib: NonNegativeFloat
     """Memory that driver and libraries use before the first tensor is allocated, in GiB."""
     network_gbps: PositiveFloat
-    """Network of a node in one direction, all its interfaces together, in Gbit/s."""
+    """Network bandwidth of a node in one direction, over all its interfaces together, in Gbit/s."""
     network_efficiency: UnitFloat
     """Share of the network's speed that a message between two ranks reaches."""
     collective_loss: NonNegativeFloat
@@ -145,9 +145,9 @@ def card_of_device(device_name: str) -> str | None:
     """Return the name of the card in ``cards.yaml`` for a device such as ``NVIDIA A100-SXM4-80GB``; None if
     unknown.
 
-    The model must match. Among cards of this model, one with the same memory size is preferred, else the
-    first one is taken. The form factor is ignored. Users can set `Global.card`, or correct the peak by
-    `Global.peak_tflops`.
+    The model must match. Among cards of this model, the one with the same memory size is returned, or the
+    first one if there is none. The form factor is ignored. Users can name another card in `Global.card`, or
+    correct the peak with `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     of_model = [name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU]

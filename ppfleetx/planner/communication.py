@@ -14,8 +14,8 @@ from ppfleetx.planner.cards import Card
 
 _MICRO = 1e-6
 _RAMP_BYTES = 4e6
-"""Bytes above which a collective within a node runs at the full speed of the links (vTrain's all-reduce
-table)."""
+"""Size in bytes up to which the latency of a collective grows with its size (vTrain's all-reduce table). All
+further bytes are sent at the full speed of the links."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Group:
-    """How a communication group of ranks lies on the nodes of a cluster.
+    """The placement of a communication group's ranks on the nodes of a cluster.
 
     Attributes:
         inside: the number of the group's ranks in one node.
@@ -73,7 +73,8 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return how the communication groups of a parallel axis, such as ``mp``, lie on the cluster's nodes."""
+    """Return the placement of a parallel axis's communication groups, such as those of ``mp``, on the
+    nodes."""
     if axis in EXPERT_AXES:
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -83,7 +84,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return how the communication groups of an axis of experts lie on the cluster's nodes.
+    """Return the placement of the communication groups of an expert-parallel axis on the nodes.
 
     Experts are distributed over the ranks of ``ep``, each expert's matrices are sliced over ``emp``, and each
     expert is replicated over ``edp``.
@@ -99,10 +100,10 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def groups_sharing_node(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return the number of tensor-parallel groups that share a node, or 1 if they communicate at the same
-    time.
+    """Return the number of tensor-parallel groups that share a node and communicate at different times; 1 if
+    all groups communicate at the same time.
 
-    The more groups communicate at different times, the longer a step may take than predicted.
+    The larger this number, the longer a step may take than predicted.
     """
     # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
     # the same time.

@@ -20,11 +20,11 @@ from ppfleetx.nn.cpu_ops.compiled import obstacle
 from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
-"""A block, and its part that the backward pass recomputes."""
+"""A transformer block, and the part of it that the backward pass recomputes."""
 
 EXPERT_IMBALANCE = 1.5
-"""Memory margin of expert parallelism: in the worst layer and micro batch, a rank's experts may get this many
-times the mean number of rows.
+"""Memory margin of expert parallelism: the memory allows for a rank whose experts get this many times the
+mean number of rows, in the worst layer and micro batch.
 """
 
 
@@ -36,8 +36,8 @@ class Precision:
         compute: the type of activations and matrix products, e.g. ``bfloat16``.
         lowers_parameters: whether parameters have the type ``compute``, too, with float32 master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
-        rounds_products: whether operands of products are rounded to 16 bits and all else is float32, as on a
-            CPU.
+        rounds_products: whether operands of matrix products are rounded to 16 bits while all other numbers
+            are float32, as on a CPU.
     """
 
     compute: str = "float32"
@@ -68,7 +68,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which communication overlaps with computation.
+    """The communication that overlaps with computation.
 
     Attributes:
         bucket_bytes: the size of gradient messages during the backward pass; None: gradients do not overlap.
@@ -83,11 +83,12 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Job:
-    """What the planner predicts: the training of a model with given batch sizes under one parallel plan.
+    """The training job whose memory and time the planner predicts: a model, its batch sizes and one parallel
+    plan.
 
     Attributes:
-        model: the model. ``plan`` and ``recomputed`` replace its settings of sequence parallelism and
-            recompute.
+        model: the model. Its settings for sequence parallelism and recompute are ignored; ``plan`` and
+            ``recomputed`` give them.
         micro_batch: sequences in one forward pass of a data-parallel rank.
         accumulate: micro batches in a step.
         recomputed: what is recomputed in each layer.
@@ -149,9 +150,9 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which an activation is divided to be sent to the next pipeline stage."""
+        """The number of parts in which an activation is sent to the next pipeline stage."""
         plan = self.plan
-        # If ranks hold the same activation, each sends one part of it.
+        # If tensor-parallel ranks hold the same activation, each sends one part of it.
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
 
@@ -171,7 +172,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """What decides whether a parallel plan is legal."""
+        """The properties of the model and the batch that decide whether a parallel plan is legal."""
         return model_workload(
             self.model, self.seq_len, self.accumulate, needs_whole_matrices=self.needs_whole_matrices
         )
@@ -314,10 +315,10 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Return whether attention uses flash attention: ``attention_kernel``, data type and card must allow it.
+    """Return whether the job uses flash attention: ``attention_kernel``, data type and card must allow it.
 
-    It is False in float32. It is also False for custom devices, because their Paddle plugins may lack the
-    kernel. On a CPU, it is our own kernel in bfloat16, which has no dropout.
+    On a card, False in float32, and False for a plugin's device, because the plugin may lack the kernel. On a
+    CPU, flash attention is ppfleetx's own bfloat16 kernel, which has no dropout.
     """
     if model.attention_kernel == "reference" or model.attn_logit_softcapping is not None:
         return False

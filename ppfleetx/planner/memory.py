@@ -15,7 +15,7 @@ from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
 _BUCKET_BYTES = 64 << 20  # size of messages without overlap (distributed/collectives.py)
-_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # saved states of a rank's generators, and of mp's
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # saved generator states of a rank; added by mp > 1
 _FRAGMENTS = 0.02
 """Memory lost to fragmentation, as a share of the allocated memory."""
 
@@ -162,7 +162,7 @@ def _kept_gradients(job: Job, held: Held) -> int:
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
     # Gradients of other owners stay in buckets that are not yet full. Those of experts stay on all ranks
-    # until the end of the step, because a pass may leave an expert without one (parallel/sharding.py).
+    # until the end of the step, because a pass may leave an expert without a gradient (parallel/sharding.py).
     waiting = int((job.plan.sharding - 1) * _bucket_bytes(job) // job.precision.gradient_bytes)
     if job.flat_states:
         return min(held.trained, held.owned + waiting)
@@ -282,7 +282,7 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
         elements += count * sum(operation.operands for operation in block.operations(job.work))
     if stage == job.plan.pp - 1:
         elements += sum(operation.operands for operation in job.spec.end_operations(job.work))
-    # A stage keeps them for as many micro batches as there are stages before it.
+    # A stage keeps these tensors for as many micro batches as there are stages before it.
     micro_batches = min(stage, max(0, job.accumulate - (job.plan.pp - stage)))
     return micro_batches * elements * job.precision.activation_bytes
 
@@ -298,7 +298,8 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak bytes during the passes of one micro batch, and how many of them are new gradients.
+    """Return the peak bytes during the passes of one micro batch, and the bytes of new gradients in that
+    peak.
 
     Args:
         first: whether it is the first micro batch, whose backward pass allocates the gradients.

@@ -108,7 +108,7 @@ class Utilization:
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
     """Count the FLOPs of a step of the configured run, and look up the peak of its devices.
 
-    Returns None unless the run trains our GPT on a corpus, without a classifier or LoRA adapters.
+    Returns None unless the run trains the built-in GPT on a corpus, without a classifier or LoRA adapters.
 
     Args:
         device: the kind of device, such as ``gpu``.

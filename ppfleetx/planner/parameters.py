@@ -30,8 +30,8 @@ class Held:
         stored: bytes of quantized weights held between steps.
         owned: trained elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: pairs (n, size), one for each size of a parameter: n elements exist when the last parameter of
-            this size has been initialized, in model order.
+        fills: pairs (n, size), one for each distinct parameter size. Parameters are initialized in model
+            order, and n elements exist when the last parameter of this size has been initialized.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
         experts: trained elements that belong to experts.
@@ -82,8 +82,8 @@ class _Groups(NamedTuple):
 
     Attributes:
         end: the parameters after the blocks.
-        words: the word embedding if the head shares it, because the last of several pipeline stages has a
-            copy; otherwise empty.
+        words: the word embedding if the head is tied to it, otherwise empty. The last of several pipeline
+            stages has a copy of it.
     """
 
     embedding: _Group
@@ -123,7 +123,7 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
         runs: pairs (parameters of a layer, number of consecutive equal layers).
         sharding: the number of ranks that share the ownership of dense parameters.
         replicas: the number of ranks that share the ownership of experts' parameters.
-        fetches: whether parameters are sharded (ZeRO stage 3).
+        fetches: whether parameters are sharded and fetched before use (ZeRO stage 3).
     """
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:

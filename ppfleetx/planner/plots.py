@@ -33,7 +33,7 @@ _PALETTE = (
     "#44aa99",
     "#999933",
 )  # Paul Tol's, safe for color-blind readers
-_MOST_SHOWN = 24  # micro batches of a timeline
+_MOST_SHOWN = 24  # micro batches in a timeline (or 2 pp, if that is more)
 
 
 @os_errors(ConfigError)
@@ -76,7 +76,8 @@ def write_report(directory: Path, prediction: Prediction) -> list[Path]:
 
 
 def _draw_timeline(axes: Any, prediction: Prediction) -> None:
-    """Draw when each pipeline stage computes, for only as many micro batches as a reader can tell apart."""
+    """Draw when each pipeline stage computes. Only as many micro batches are drawn as a reader can tell
+    apart."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0

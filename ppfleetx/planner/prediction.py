@@ -54,7 +54,8 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """The upper bound of the likely seconds per step. A search for the fastest plan ranks plans by it."""
+        """The upper bound of the likely seconds per step. A search for the fastest plan ranks plans by this
+        bound."""
         return self.time.interval[2]
 
     @cached_property
@@ -119,7 +120,7 @@ class RunLength:
     card_hours: float
 
     def cost(self, per_hour: float) -> tuple[float, float]:
-        """Return the cost of the run and of a million tokens, at ``per_hour`` for a card-hour."""
+        """Return the cost of the run and of a million tokens. ``per_hour`` is the price of a card-hour."""
         whole = self.card_hours * per_hour
         return whole, whole / self.tokens * 1e6
 
@@ -132,8 +133,9 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 
 def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Prediction | None:
-    """Like :func:`prediction_of_memory`, but returns None also if the card's speed in the run's data type is
-    unknown, so that the step time can be predicted, too."""
+    """Predict the memory and the step time of a configured run. Arguments and result are those of
+    :func:`prediction_of_memory`, but None is also returned if the card's speed in the run's data type is
+    unknown."""
     prediction = prediction_of_memory(cfg, device, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
         return None
@@ -141,7 +143,8 @@ def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Pre
 
 
 def prediction_of_memory(cfg: RunConfig, device: str, device_name: str = "") -> Prediction | None:
-    """Predict the memory of a configured run under its own plan; None if the run does not train our GPT.
+    """Predict the memory of a configured run under its own plan; None if the run does not train the built-in
+    GPT.
 
     The card is the one in ``Global.card`` or, if unset, the card that fits the device.
 

@@ -211,7 +211,7 @@ def _values(inputs: RecipeInputs) -> dict[str, Any]:
             "muon": {"scale": "match_rms_adamw"},
             "lr": {
                 "decay_style": "cosine",
-                # Given, so that a trial of a few steps follows the schedule of the whole run.
+                # Set explicitly, so that a trial of a few steps follows the schedule of the whole run.
                 "decay_steps": steps,
                 "warmup_steps": min(_WARMUP_STEPS, steps // 20),
                 "max_lr": rate,

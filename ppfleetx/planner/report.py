@@ -56,7 +56,8 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def parameters_text(model: ModelConfig) -> str:
-    """Write the number of parameters, and for a mixture of experts how many of them one token uses."""
+    """Return a text with the number of parameters and, for a mixture of experts, the number that one token
+    uses."""
     active = "" if model.moe is None else f", {active_count(model):,} of them active"
     return f"{parameter_count(model):,} parameters{active}"
 
@@ -114,10 +115,10 @@ def constants(cluster: Cluster) -> str:
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    """Return lines about the memory of the fullest device and, if ``Global.card`` is set, whether it fits
-    this card.
+    """Return lines of text about the predicted memory of the fullest device. If ``Global.card`` is set, the
+    lines also say whether the run fits this card.
 
-    The list is empty if the run does not train our GPT.
+    The list is empty if the run does not train the built-in GPT.
     """
     prediction = prediction_of_memory(cfg, device)
     if prediction is None:
@@ -152,7 +153,7 @@ def verdict(needed: float, there: float, card: str) -> str:
 
     Args:
         needed: the bytes that the run needs.
-        there: the bytes of the card that the run can use.
+        there: the bytes of the card's memory that the run can use.
     """
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"

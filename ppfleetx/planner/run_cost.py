@@ -19,7 +19,8 @@ _NODE_WRITES = 2e9  # bytes/s that a node writes to a shared file system, unless
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a run fails, how often it should save a checkpoint, and how much time both cost.
+    """The failure rate of a run, its best checkpoint interval, and the time that failures and checkpoints
+    cost.
 
     Attributes:
         mtbf: mean time between failures of the job, in seconds.
@@ -167,7 +168,7 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
     """Return the lines of a table of step time, days, card-hours and MFU for other numbers of cards. Only the
-    number of data-parallel replicas changes; model parallelism and global batch stay."""
+    number of data-parallel replicas changes; model parallelism and the global batch stay the same."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

@@ -1,7 +1,7 @@
 """Predict the time of one optimizer step under a parallel plan, part by part.
 
-Communication that overlaps with computation is assumed not to slow the computation down. If it takes longer
-than the computation, the difference is added to the time of the step.
+Communication that overlaps with computation is assumed not to slow the computation down. If the communication
+takes longer than the computation, the difference is added to the time of the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Return how many seconds a step waits for gradient reductions.
+    """Return the seconds that a step waits for gradient reductions.
 
     Args:
         one_sum: seconds of one reduction of all gradients, without overlap.
@@ -59,7 +59,7 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Return how many seconds the next forward pass waits for updated parameters (sharding stages 1 and 2).
+    """Return the seconds that the next forward pass waits for updated parameters (sharding stages 1 and 2).
 
     Args:
         sending: seconds to send all updated parameters, without overlap.
@@ -72,7 +72,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """Return how many seconds a layer waits for its parameters under sharding stage 3.
+    """Return the seconds that a layer waits for its parameters under sharding stage 3.
 
     ``fetching`` is the time to fetch the parameters, and ``computing`` the time of one layer's computation.
     """
@@ -129,9 +129,9 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds by kind of work. For passes, the time on the busiest pipeline stage counts. The parts
-            add up to ``seconds`` without ``recompute``, whose time is included in other kinds, such as
-            ``matmul``.
+        parts: seconds by kind of work. For passes, the time on the busiest pipeline stage counts. All parts
+            except ``recompute`` add up to ``seconds``. The time of ``recompute`` is included in other parts,
+            such as ``matmul``.
         timeline: the simulated passes of the pipeline.
         bubble: the share of the passes' time in which a stage is idle on average.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
@@ -357,8 +357,8 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 def _activation_sum(job: Job, cluster: Cluster) -> float:
     """Return the seconds of one tensor-parallel all-reduce of hidden states.
 
-    Under sequence parallelism, the reduce-scatter and the all-gather that replace it take the same time
-    together.
+    Under sequence parallelism, the reduce-scatter and the all-gather that replace the all-reduce take the
+    same time together.
     """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
@@ -396,7 +396,7 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """Return the time of a message between pipeline stages, and who waits for it."""
+    """Return the time of a message between pipeline stages, and whether its sender waits."""
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
@@ -440,9 +440,9 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return how many seconds the next forward pass waits for parameters that other ranks have updated.
+    """Return the seconds that the next forward pass waits for parameters that other ranks have updated.
 
-    It is 0 without sharding and under stage 3.
+    The result is 0 without sharding and under stage 3.
     """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0

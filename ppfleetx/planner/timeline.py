@@ -1,6 +1,7 @@
-"""Simulate a pipeline schedule: when each pipeline stage computes which forward or backward pass.
+"""Simulate a pipeline schedule: the times at which each pipeline stage computes its passes.
 
-The schedules are Paddle's 1F1B, also with virtual stages (Narayanan et al. 2021), and ZB-H1 (Qi et al. 2023).
+The schedules are Paddle's 1F1B, with or without virtual stages (Narayanan et al. 2021), and ZB-H1 (Qi et al.
+2023).
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _Stages:
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
         """Run a pass of a stage and send its output.
 
-        Returns a list with the receiving stage, or an empty list if no other stage receives it.
+        Returns a list with the receiving stage, or an empty list if no other stage receives the output.
         """
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]

@@ -132,9 +132,10 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the checkpoint at ``Model.lora.base``, which has the frozen base weights of adapters; None if
-    the key is not set. If a run resumes and the key names the run's output directory, return the newest
-    checkpoint of another run there, if there is one. Raises CheckpointError if there is no checkpoint."""
+    """Return the checkpoint that ``Model.lora.base`` names, with the frozen base weights of adapters; None if
+    the key is not set. If the key names the output directory of a run that resumes, the newest checkpoint
+    that another run saved there is returned, if there is one. Raises CheckpointError if no checkpoint is
+    found."""
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None

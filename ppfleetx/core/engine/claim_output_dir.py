@@ -52,9 +52,9 @@ def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
     """Claim the output directory for this run, and write the configuration and the tokenizer into it. With
-    ``Engine.save_load.overwrite``, delete files of the earlier run. The result tells which of the checkpoints
-    there the run may delete or replace. All ranks must call it. Raises ConfigError, on all ranks, if files of
-    another run are in the way."""
+    ``Engine.save_load.overwrite``, delete files of the earlier run. Returns the rule that decides which
+    checkpoints in the directory the run may delete or replace. All ranks must call this. Raises ConfigError,
+    on all ranks, if files of another run are in the way."""
     # The last check before training, because it may delete files.
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -93,18 +93,18 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory on rank 0, and return which checkpoints there this run may delete and
-    replace. Writes the configuration and the run's identity, and removes unfinished files of a killed run.
-    With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run. A run that
-    continues there loses its own checkpoints in excess of ``keep_max``, and its metrics files if it was
-    killed before its first checkpoint.
+    """Claim the output directory on rank 0, and return the rule that decides which checkpoints in the
+    directory this run may delete and replace. Writes the configuration and the run's identity, and removes
+    unfinished files of a killed run. With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics
+    of the earlier run. If this run continues the earlier run, deletes checkpoints beyond ``keep_max``. If
+    that run was killed before its first checkpoint, also deletes its metrics files.
 
     Args:
         comes_to: returns whether this run may save a checkpoint of this epoch and step.
 
     Raises:
-        ConfigError: the directory cannot be written, or another run's checkpoint has a name under which this
-            run may save.
+        ConfigError: the directory cannot be written, or another run's checkpoint has a name that this run may
+            use for its own checkpoint.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)

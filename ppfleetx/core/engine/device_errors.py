@@ -94,8 +94,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """Compose the message for a lack of memory: where memory ran out, what occupies it, and which settings
-    need less. If ``advice`` is given, the message says only where memory ran out, followed by the advice."""
+    """Return the message for an out-of-memory error: where memory ran out, what occupies it, and which
+    settings need less. If ``advice`` is given, the message says only where memory ran out, followed by the
+    advice."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

@@ -145,7 +145,7 @@ class Engine:
             self._notify("on_fit_end")
             self._is_fitting = False
             if sys.exception() is not None and self._callback_error is not earlier:
-                get_logger().error(str(self._callback_error))  # what is raised is the error that came first
+                get_logger().error(str(self._callback_error))  # an earlier error is being raised instead
         raise_on_all_ranks(self.ctx, self._callback_error)
         if was_done:  # last, where users will see it
             done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
@@ -204,7 +204,8 @@ class Engine:
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate all sets. With ``Engine.save_load.keep_best``, also save and mark a checkpoint if the
-        result of the first set is the best so far, but never at step 0 or if it is not finite."""
+        result of the first set is the best so far. A result at step 0 or one that is not finite never counts
+        as the best."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:

@@ -89,8 +89,8 @@ class Watch:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None, error: UserError | None) -> bool:
-        """Return whether any rank has received a stop signal. All ranks call it before each batch. Raises
-        UserError on all ranks if a rank has an ``error``."""
+        """Return whether any rank has received a stop signal. All ranks must call this before each batch.
+        Raises UserError on all ranks if a rank has an ``error``."""
         requested = stop is not None and stop.signal_name is not None
         of_all = gather_numbers(self._ctx, [requested, error is not None])
         if of_all[:, 1].any():
@@ -138,7 +138,7 @@ class Watch:
 
 def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
     """Raise CheckFailedError unless all ranks have the same configuration, including device and directories,
-    and the same operators for CPUs. Does nothing if ``Engine.checks`` is off.
+    and the same CPU operators. Does nothing if ``Engine.checks`` is off.
     """
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
         values = dict(flat_values(cfg.model_dump(mode="json")))
@@ -146,7 +146,8 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 
 def _operators(cfg: RunConfig) -> dict[str, str]:
-    """Return which operators for CPUs this rank has, of those that change losses."""
+    """Return descriptions of the CPU operators on this rank, by name. Only operators that affect losses are
+    listed."""
     found = {"CPU operators": "compiled" if ops.are_available() else NOT_COMPILED}
     precision = cfg.Engine.mix_precision
     if precision.enable or cfg.Optimizer.muon.newton_schulz_dtype == "auto":

@@ -103,8 +103,9 @@ class Start:
         return schedule
 
     def reset_data(self, data: str) -> None:
-        """With ``Engine.save_load.reset_data``, start the data from the beginning, unless the run has done so
-        before and resumes with the same data. ``data`` is the hash of the training data."""
+        """Start the data from the beginning if ``Engine.save_load.reset_data`` is set. Does nothing if the
+        run has already done so at an earlier start and resumes with the same data. ``data`` is the hash of
+        the training data."""
         if self.resumes and self.options.reset_data:
             is_same = self.checkpoint.manifest.fingerprints.get("data") == data
             if is_same and self._goes_on_with("reset_data"):
@@ -185,9 +186,9 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if only the model or only the checkpoint has fake quantization. Only the
-        model may have it with ``may_be_new`` or ``allow_missing``, and only the checkpoint with
-        ``allow_extra``. ``held`` lists the model's parameters for fake quantization."""
+        """Raise CheckpointError if only the model or only the checkpoint has fake quantization.
+        ``may_be_new`` and ``allow_missing`` allow it in the model alone; ``allow_extra`` allows it in the
+        checkpoint alone. ``held`` lists the model's parameters for fake quantization."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -281,13 +282,13 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, skip damaged ones, and return
-    None if none is left. With other values of ``resume``, return None if there is none and ``ckpt_dir`` is
-    set.
+    """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, damaged checkpoints are skipped,
+    and None is returned if none is left. With other values of ``resume``, None is returned if the directory
+    has no checkpoint and ``ckpt_dir`` is set.
 
     Raises:
-        CheckpointError: ``resume`` is not ``auto``, and the newest checkpoint is damaged, or there is none
-            and ``ckpt_dir`` is not set.
+        CheckpointError: ``resume`` is not ``auto``, and the newest checkpoint is damaged, missing or another
+            run's.
     """
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
@@ -318,8 +319,8 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
     """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns a
     copy of ``cfg`` and the :class:`Start`. In the copy, ``Model.lora.base`` and the ``ckpt_dir`` or
-    ``init_from`` in use are exact paths of checkpoints. Raises CheckpointError on all ranks if one of them
-    cannot be opened."""
+    ``init_from`` in use are exact paths of checkpoints. Raises CheckpointError on all ranks if one of these
+    checkpoints cannot be opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

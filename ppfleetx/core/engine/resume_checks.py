@@ -1,4 +1,5 @@
-"""Compare a checkpoint with the current configuration. Some differences are errors, others are only logged.
+"""Compare a checkpoint with the current configuration and data. Some differences are errors, others are only
+logged.
 
 ``ppfleetx.config.resume_policy`` says what each configuration key affects.
 """

@@ -1,4 +1,5 @@
-"""What callbacks and checkpoint saving see of a run: model, progress, results of steps and evaluations."""
+"""The view of a run that callbacks and checkpoint saving get: model, progress, results of steps and
+evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ppfleetx.planner.mfu import Utilization
 
 SOURCE = "source/"
-"""The name prefix of metrics that are the loss of one corpus of a blend."""
+"""Name prefix of the metrics that report the loss of each corpus in a blend."""
 
 
 class Run(Protocol):

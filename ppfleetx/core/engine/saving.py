@@ -94,7 +94,8 @@ class Saver:
             self._manager.wait()
 
     def poll(self) -> None:
-        """Advance a background save without waiting for it. Handles a failure as ``on_save_error`` says."""
+        """Advance a background save without waiting for it. ``on_save_error`` decides how a failure is
+        handled."""
         with self._guarded():
             self._manager.poll()
 

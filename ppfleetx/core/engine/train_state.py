@@ -1,4 +1,4 @@
-"""How far a run has come (:class:`TrainState`) and how far it goes (:class:`TrainingLength`)."""
+"""The progress of a run (:class:`TrainState`) and its planned length (:class:`TrainingLength`)."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """The number of steps that were not skipped, on which learning rate and weight decay depend."""
+        """The number of steps that were not skipped. Learning rate and weight decay depend on this number."""
         return self.step - self.skipped_steps
 
     @property
     def schedule_samples(self) -> int:
-        """The number of samples in these steps."""
+        """The number of samples in the steps that were not skipped."""
         return self.consumed_samples - self.skipped_samples
 
     def skip_to(self, consumed_samples: int) -> None:
@@ -72,8 +72,8 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Read progress from a checkpoint of this version or an older one. Raises CheckpointError if it is
-        damaged."""
+        """Read progress from a checkpoint of this version or an older one. Raises CheckpointError if the
+        progress is damaged."""
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
         except ValidationError as error:
@@ -87,7 +87,7 @@ _STATE = TypeAdapter(TrainState)
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """The number of steps that a run trains, and its intervals, in optimizer steps.
+    """The number of optimizer steps of a run, and the intervals between its evaluations and checkpoints.
 
     Attributes:
         max_steps: step after which training ends.

@@ -70,8 +70,8 @@ def _is_evaluation(row: Mapping[str, str | None]) -> bool:
 
 
 class _EventFiles(LogWriter):
-    """Base class of writers of event files, in ``dir`` or, if it is None, in ``folder`` in the run's
-    directory."""
+    """Base class of log writers that write event files to ``dir`` or, if it is None, to ``folder`` in the
+    run's directory."""
 
     folder: ClassVar[str]
 

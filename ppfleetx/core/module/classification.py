@@ -44,7 +44,7 @@ class GPTFinetuneModule(BasicModule):
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """Return the outputs of the classification head at the last token of each sequence, ``[b, outputs]``
-        in float32. ``lengths`` in the batch give its position."""
+        in float32. ``lengths`` in the batch gives the position of that token."""
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))

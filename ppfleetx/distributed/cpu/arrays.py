@@ -100,7 +100,7 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
     """Reduce the arrays in the list ``parts`` elementwise into ``out``, in the order of the list. ``out`` may
-    be one of them. 16-bit floats are accumulated in float32.
+    be one of these arrays. 16-bit floats are accumulated in float32.
 
     Args:
         op: SUM, MAX, MIN or PRODUCT of this module.

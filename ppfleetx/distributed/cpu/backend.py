@@ -39,9 +39,9 @@ def traffic() -> dict[int, dict[str, Any]]:
 
     Returns:
         ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload`` is
-        the sum of S over all calls, where S is the number of bytes of the tensor; if the ranks gather or
-        scatter parts of it, S counts all parts. ``sent`` is the sum of the bytes that this rank
-        would send with the textbook algorithm among n ranks:
+        the sum of S over all calls, where S is the size of the tensor in bytes. If the ranks gather or
+        scatter parts of a tensor, S is the size of all parts together. ``sent`` is the sum of the bytes that
+        this rank would send with the textbook algorithm among n ranks:
 
         ========================== ==========================================================
         all_reduce (ring)          2 (n-1)/n S
@@ -76,7 +76,7 @@ def close() -> None:
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first call
-    connects the ranks of the job, so all of them must make it together."""
+    connects the ranks of the job, so all ranks must make the first call together."""
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()

@@ -29,13 +29,14 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS
 
 _BYTES = 255  # dtype code of operations without a dtype (barrier)
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
-# Up to this size, every rank sends everything to all other ranks, in one message latency instead of two.
+# Up to this size, an all-reduce sends whole tensors to all other ranks, which takes one message latency
+# instead of two.
 _SMALL_BYTES = 1 << 14
 
 
 class CpuProcessGroup:
-    """A process group for CPU tensors, with the methods of Paddle's ``core.ProcessGroup``. Ranks in arguments
-    are numbers within the group. With ``sync_op=False``, an operation is complete only after its task's
+    """A process group for CPU tensors, with the methods of Paddle's ``core.ProcessGroup``. Rank arguments are
+    ranks within the group. With ``sync_op=False``, an operation is complete only after its task's
     ``wait()``."""
 
     def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
@@ -51,7 +52,7 @@ class CpuProcessGroup:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The group's members, as ranks of the job."""
-        # Paddle knows them only after it has made this object.
+        # Paddle registers the members only after it has created this object.
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -304,7 +305,7 @@ class CpuProcessGroup:
         other = self.ranks[peer]
         # A send with sync_op=False runs in the background; a receive is only posted.
         background = not sync and not incoming and self._coalesced is None
-        if background:  # Paddle's pipelines free the tensor at once; on GPUs the stream keeps its memory
+        if background:  # Paddle's pipelines free the tensor at once; on GPUs, the stream keeps it
             array = array.copy()
 
         def steps() -> Steps:
@@ -438,8 +439,8 @@ class CpuProcessGroup:
         op: int,
         code: int,
     ) -> Steps:
-        """The steps of a reduce-scatter: send ``pieces[m]`` to each member m, and reduce the pieces
-        that all members have for this member into ``out``."""
+        """Run a reduce-scatter: send ``pieces[m]`` to each member m, and reduce the pieces that all members
+        have for this member into ``out``."""
         theirs = self._scratch(out, self._others())
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, code)

@@ -35,8 +35,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     this machine's IP address, at which the others can connect.
 
     Raises:
-        ConfigError: this process cannot listen on ``address``, or the environment does not say where the
-            ranks meet, or sets a time limit that is not valid.
+        ConfigError: this process cannot listen on ``address``, or an environment variable for the rendezvous
+            or its time limit is missing or invalid.
         StartError: a rank does not arrive in time.
     """
     try:
@@ -53,7 +53,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         # Ranks on the same host need no keepalive connection.
         hosts = [host for host, _ in members.addresses]
         roles = [(MESSAGES,) if host == hosts[rank] else (MESSAGES, WATCH) for host in hosts]
-        # All ranks listen by now, so the kernel of a lower rank accepts before that rank asks for it.
+        # All ranks are listening by now, so a lower rank's kernel completes the connection even before that
+        # rank calls accept().
         connected = {
             (other, role): _connect_to(rank, other, members, role)
             for other in range(rank)
@@ -73,8 +74,7 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
     and addresses of all ranks.
 
     Raises:
-        ConfigError: the environment does not say where the ranks meet, or sets a time limit that is not
-            valid.
+        ConfigError: an environment variable for the rendezvous or its time limit is missing or invalid.
         StartError: the rendezvous fails, or a rank does not arrive in time.
     """
     point, seconds = meeting_point(), start_timeout()
@@ -89,7 +89,7 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
 
 
 def _connect_to(rank: int, other: int, members: Members, role: int) -> socket.socket:
-    """Connect to rank ``other``, which listens, and tell it which rank this is."""
+    """Connect to rank ``other``, which listens, and send this rank's number."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.sendall(_GREETING.pack(rank, role))
@@ -106,7 +106,7 @@ def _accept(
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while missing := expected - found.keys():
         try:
-            if (left := deadline - time.monotonic()) <= 0:  # strangers may connect all the time
+            if (left := deadline - time.monotonic()) <= 0:  # other programs may keep connecting
                 raise TimeoutError
             listener.settimeout(left)
             connection, _ = listener.accept()
@@ -117,7 +117,7 @@ def _accept(
         if greeting in missing:
             found[greeting] = connection
         else:
-            connection.close()  # of a program that does not belong to the job
+            connection.close()  # from a program that does not belong to the job
     return found
 
 

@@ -21,27 +21,28 @@ _AFTER_THE_END_SECONDS = 5.0
 
 
 def silence_limit() -> float:
-    """Return after how many seconds without an answer a host counts as lost (``PADDLE_CPU_COMM_SILENCE``,
-    default 30). Raises ConfigError if that is not a number of at least 3."""
+    """Return the number of seconds without an answer after which a host counts as lost
+    (``PADDLE_CPU_COMM_SILENCE``, default 30). Raises ConfigError if the variable is not a number of at least
+    3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 
 def end_when_silent(connection: socket.socket) -> None:
-    """Let an idle connection fail when the other host has not answered keepalive probes for
-    :func:`silence_limit` seconds. It is for connections on which nothing is sent."""
+    """Make an idle connection fail if the other host does not answer keepalive probes for
+    :func:`silence_limit` seconds. Do not use this for connections that carry much data."""
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(limit) - _PROBES * interval))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    # If the connection carried data, the kernel would mistake a slow reader for a lost host.
+    # If the connection carried much data, the kernel would mistake a slow reader for a lost host.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit))
 
 
 class Watch:
     """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if a connection
-    fails. If the other rank closes its connection, the call comes a few seconds after that, because the last
+    fails. If the other rank closes its connection, ``lost`` is called a few seconds later, because the last
     messages of that rank may still be in flight."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:

@@ -125,12 +125,12 @@ class BufferPool:
 Steps = Generator[list[Receive], None, None]
 
 STARTED_SUMS = 2
-"""The most reductions of a group in progress: one can send while the other waits for its messages."""
+"""Maximum number of a group's reductions in progress: one can send while the other waits for its messages."""
 
 
 class Operation:
-    """A running collective or message, and the task that Paddle gets for it. The generator ``steps`` performs
-    it, and yields the messages that must arrive before it can continue."""
+    """A running collective or message. Paddle uses this object as its task. The generator ``steps`` runs the
+    operation, and yields the messages that must arrive before the operation can continue."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return whether a thread may continue this operation now: no other thread continues it, it is not
-        done, and the messages that it waits for have arrived."""
+        """Return whether a thread may continue this operation now. False if the operation is done, another
+        thread runs it, or a message that it waits for has not arrived."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:
@@ -217,8 +217,8 @@ class ProgressThread:
 
     def _next(self) -> Operation | None:
         background = [operation for operation in self._pending if operation.background]
-        # A sum needs memory for what it receives, so each group runs few at a time. This cannot deadlock,
-        # because every member starts the oldest unfinished one.
+        # A reduction needs memory for the tensors that it receives, so each group runs few at a time. This
+        # cannot deadlock, because every member starts its oldest unfinished reduction.
         sums = Counter(one.group for one in background if one.takes_memory and one.started)
         for one in background:
             may_start = not one.takes_memory or sums[one.group] < STARTED_SUMS

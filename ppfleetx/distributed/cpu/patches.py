@@ -1,5 +1,5 @@
-"""Everything in Paddle that the CPU process groups replace (``TABLE``), with the reasons and the Paddle
-version. Nothing is replaced before ``backend.install()``."""
+"""Replace the parts of Paddle that do not work with the CPU process groups. ``TABLE`` lists each replaced
+attribute with the reason and the Paddle version. Nothing is replaced before ``backend.install()``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _OperatorMaker = Callable[[Any], Any]
 @dataclass(frozen=True)
 class Replacement:
     """One attribute of Paddle to replace. ``make`` is called with the original attribute (None if Paddle has
-    none) and returns what replaces it."""
+    none) and returns the replacement."""
 
     owner: str  # import path of the module, plus ":Class" for a class attribute
     name: str
@@ -120,7 +120,7 @@ _create_process_group: Callable[[int, int, int], Any] | None = None
 
 def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
     """Replace everything in ``TABLE`` that is not replaced yet. Paddle then creates CPU process groups by
-    ``create_process_group(rank, size, group_id)``."""
+    calling ``create_process_group(rank, size, group_id)``."""
     global _create_process_group
     _create_process_group = create_process_group
     for entry in TABLE:
@@ -160,8 +160,8 @@ def _no_store(_: Callable[[], Any]) -> Callable[[], None]:
 
 _NO_KERNEL = "the CPU kernel only throws"
 
-# tests/distributed/cpu/test_patches.py checks that each reason holds in unmodified Paddle. If it fails,
-# Paddle has been fixed, and the entry can go.
+# tests/distributed/cpu/test_patches.py checks that each reason holds in unmodified Paddle. If a check fails,
+# Paddle has been fixed, and the entry can be removed.
 TABLE: tuple[Replacement, ...] = (
     Replacement(
         "paddle.distributed.collective",

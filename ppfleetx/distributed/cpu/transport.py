@@ -35,7 +35,7 @@ from ppfleetx.utils.lost_peers import note_raised, report_lost, seconds_in
 from ppfleetx.utils.machine import killed_for_memory
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-_GOODBYE_SECONDS = 2.0  # total for all peers, in case one does not read
+_GOODBYE_SECONDS = 2.0  # for all peers together, in case one does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
 _LONGEST = 2000  # characters of an error message sent to other ranks
@@ -45,7 +45,7 @@ class Mesh:
     """The connections of this rank to all other ranks, and its running collectives and messages.
 
     Attributes:
-        blocked_on: the operation for which the program waits now, or None.
+        blocked_on: the operation that the program is waiting for, or None.
         state: the lock that protects all data shared between threads.
     """
 
@@ -77,7 +77,7 @@ class Mesh:
         self._watch = Watch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
         for peer in self.peers.values():
             _tune(peer.connection, self.timeout)
-            # Because this thread reads all the time, no order of sends and receives can deadlock.
+            # Because this thread always reads, no order of sends and receives can deadlock.
             threading.Thread(
                 target=self._read, args=(peer,), name=f"cpu-comm-{peer.rank}", daemon=True
             ).start()
@@ -94,8 +94,8 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends, and with what error. This takes about 2 s at most, unless
-        several ranks do not read."""
+        """Tell the other ranks that this rank ends, and which error ended it, if any. This takes about 2 s at
+        most, unless several ranks do not read."""
         if self._closed:
             return
         self._closed = True
@@ -284,7 +284,7 @@ class Mesh:
 
 
 class EndedRanks:
-    """The other ranks that have ended, each with the reason, and which of them failed first. Use it only
+    """Records which other ranks have ended and why, and which of them failed first. Use this object only
     while holding the lock ``Mesh.state``."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
@@ -324,21 +324,22 @@ class EndedRanks:
         return is_first
 
     def sentence(self) -> str:
-        """Return which rank failed first and why, as a sentence. Call it only after a rank has failed."""
+        """Return a sentence that says which rank failed first and why. Call this only after a rank has
+        failed."""
         assert self._cause is not None
         rank, reason = self._cause
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
         """Return the error for an operation, described by ``text``, that cannot complete because ``rank``
-        (-1: unknown) has ended. It names the rank that failed first."""
+        (-1: unknown) has ended. The message names the rank that failed first."""
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:
-        """Return what to tell the other ranks when this process ends: the error that ended it ("" if none),
-        and the rank whose end caused the error (-1 if none)."""
+        """Return the contents of the closing message to the other ranks: the error that ended this process
+        ("" if none), and the rank whose end caused the error (-1 if none)."""
         if self._cause is not None:
             return self._cause[1][:_LONGEST], self._cause[0]
         failure = getattr(sys, "last_value", None)  # the uncaught exception that Python prints at exit
@@ -348,8 +349,8 @@ class EndedRanks:
 
 
 def time_limit() -> float:
-    """Return for how many seconds a rank waits for another (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: no
-    limit). Raises ConfigError if that is not a number of at least 0."""
+    """Return the number of seconds that a rank waits for another rank (``PADDLE_CPU_COMM_TIMEOUT``, default
+    1800; 0: no limit). Raises ConfigError if the variable is not a number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 
-if TYPE_CHECKING:  # `--check` reads this file, and should not wait for the imports of a run
+if TYPE_CHECKING:  # `--check` imports this module, and should not wait for the imports of a run
     from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord
 from ppfleetx.resilience.loss_spikes import Spike
 from ppfleetx.resilience.stragglers import Stragglers

@@ -29,8 +29,8 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Return the callbacks' states by name, if not empty. Raises CheckpointError unless they are JSON
-        values."""
+        """Return the non-empty states of the callbacks, by name. Raises CheckpointError unless the states are
+        JSON values."""
         states = {}
         for name, callback in self.named:
             try:  # a copy, because a background save writes it later
@@ -56,14 +56,14 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
     """Raise ConfigError if a callback has an unknown name or wrong options, without creating it."""
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
-        # Our own callbacks without options are not imported here, because they import Paddle.
+        # Built-in callbacks without options are not imported here, because they import Paddle.
         if item.options or not isinstance(target, str):
             _check_options(CALLBACKS.load(item.name), item)
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
     """Create the callbacks of ``Engine.callbacks`` that run on this rank; on rank 0, also the callbacks of
-    ``Engine.loggers``. All ranks must call it. If one of them cannot be created, raises a UserError on all
+    ``Engine.loggers``. All ranks must call this. If a callback cannot be created, raises a UserError on all
     ranks: the ConfigError itself if all ranks failed with the same message, otherwise a JointError."""
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):

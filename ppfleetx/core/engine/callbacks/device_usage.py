@@ -129,7 +129,7 @@ _MAX_RANKS_SHOWN = 16
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
     """Return log lines with each rank's pp and mp coordinates and number of parameters. Ranks with the same
     values share a line, and at most 16 lines are shown. Empty if there is only one rank. All ranks must call
-    it."""
+    this."""
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)
     if ctx.world_size == 1:

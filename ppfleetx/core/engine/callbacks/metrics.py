@@ -185,9 +185,9 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: float = math.inf) -> None:
-    """Remove the records of steps after ``step`` from a metrics file. Also remove records of spikes that were
-    written when the run had used more than ``consumed`` samples, evaluations after step ``evaluated``, and
-    incomplete lines."""
+    """Remove the records of steps after ``step`` from a metrics file, and incomplete lines. Also remove
+    evaluations after step ``evaluated``, and records of spikes that were written when the run had used more
+    than ``consumed`` samples."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -204,9 +204,9 @@ def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bo
     except (json.JSONDecodeError, KeyError, TypeError):
         return False  # such as an incomplete last line
     match record.get("kind"):
-        case "eval":  # one that a signal interrupted is made again after a start from this step
+        case "eval":  # an interrupted evaluation is repeated when the run resumes at this step
             return at_step <= min(step, evaluated)
-        case "spike":  # one that made the run go back to a checkpoint has the step of this checkpoint
+        case "spike":  # if the run went back to a checkpoint, the record has that checkpoint's step
             if "consumed_samples" not in record and record.get("to_step") is not None:  # of an older version
                 return at_step <= step and record["samples"][0] < consumed
             return at_step <= step and record.get("consumed_samples", 0) <= consumed

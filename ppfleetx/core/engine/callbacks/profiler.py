@@ -12,7 +12,7 @@ from ppfleetx.core.engine.run_view import Run, StepRecord
 from ppfleetx.distributed.device import profiler_targets
 from ppfleetx.utils.log import get_logger
 
-# Keys of Profiler.summary and Paddle's tables.
+# Paddle's tables, by key of ``Profiler.summary``.
 _VIEWS = {
     "overview": profiler.SummaryView.OverView,
     "device": profiler.SummaryView.DeviceView,
