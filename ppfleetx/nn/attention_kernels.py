@@ -31,7 +31,7 @@ class KernelOptions:
     Attributes:
         kernel: a value of ``Model.attention_kernel``.
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
-        qk_scale_guard: temporary divisor of 16-bit scores against float16 overflow.
+        qk_scale_guard: divisor of 16-bit scores that avoids float16 overflow; removed before the softmax.
     """
 
     kernel: str = "auto"
@@ -74,8 +74,8 @@ def attend(
             key="Model.attention_kernel",
             value="flash",
         )
-    # The causal mask of queries that follow cached keys does not begin at the first key, and flash attention
-    # would save little for so few queries.
+    # The causal mask of queries that follow cached keys does not begin at the first key. Flash attention
+    # would also save little time, because there are few such queries.
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
     if bfloat16.are_active() and options.softcap is None and not follows_cache and not drops(dropout):
         return bfloat16.attention(query, key, value, document_start)
@@ -108,8 +108,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention as matrix product, softmax, matrix product. The other kernels must agree with the
-    result."""
+    """Compute attention as matrix product, softmax, matrix product. The results of the other kernels must
+    agree with the results of this one."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
@@ -157,15 +157,15 @@ def _masked_softmax(
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Return whether Paddle's fused causal softmax can take these scores. It needs as many queries as keys, a
-    multiple of 8 from 32 to 8192."""
+    """Return whether Paddle's fused causal softmax supports these scores. The numbers of queries and keys
+    must be equal, a multiple of 8, and from 32 to 8192."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """Add ``penalty``, which broadcasts against ``[batch, heads, queries, keys]``, to scores whose query
-    heads are grouped by key/value head."""
+    """Return ``scores + penalty``. In ``scores``, query heads are grouped by key/value head. ``penalty``
+    broadcasts against ``[batch, heads, queries, keys]``."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

@@ -1,4 +1,4 @@
-"""Declarations of an MLP and of a mixture of experts: sizes, parameters and cost. No Paddle."""
+"""Declarations of an MLP and of a mixture of experts: sizes, parameters and cost. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class GroupedLinearSpec:
 
         def placed(shape: tuple[int, ...], init: Init, kind: str, emp: Placement) -> ParamSpec:
             of_parts = len(shape) - 1
-            # Only one rank along emp adds a bias that is not sliced, so only this rank has its gradient.
+            # A bias that is not sliced is added by only one rank along emp, so only this rank has the bias
+            # gradient.
             grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
             parts = tuple(replace(part, dim=of_parts) for part in one.parts)
             return ParamSpec(shape, init, kind, {"ep": Shard(0), "emp": emp}, grad, parts)
@@ -192,7 +193,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of elements in the matrices of the experts that one position does not use."""
+        """Number of matrix elements of the experts that are not chosen for a position."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
