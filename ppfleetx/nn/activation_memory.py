@@ -71,7 +71,7 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor that owns the memory of the tape's result, which may be a view."""
+        """Name of the tensor that owns the memory of the tape's result, which can be a view."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property

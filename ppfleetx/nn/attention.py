@@ -36,9 +36,8 @@ class KeyValueCache(Protocol):
             window: number of earlier positions that each position may attend to; None: all.
 
         Returns:
-            All keys, all values, and a mask to add to the scores
-                ``[batch, heads, new positions, all positions]``. If the mask is None, the causal mask and the
-                window apply.
+            All keys, all values, and a mask ``[batch, heads, new positions, all positions]`` to add to the
+                scores. If the mask is None, the causal mask and the window apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:

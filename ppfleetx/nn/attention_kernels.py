@@ -2,7 +2,7 @@
 
 Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per key/value
 head, d head size. Kernels map ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` to
-``[b, g, r, q, d]``. Values may be narrower than keys; the result has the width of the values.
+``[b, g, r, q, d]``. Values can be narrower than keys. The result has the width of the values.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def reference_attention(
     # Scores in 16 bits are divided by the guard, and multiplied by it again below.
     guard = options.qk_scale_guard if half else 1.0
     query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
-    # Stack the query heads of one key/value head as rows, so that keys need not be repeated.
+    # Stack the query heads of one key/value head as rows, so that keys do not have to be repeated.
     scores = paddle.matmul(query, key, transpose_y=True)
     if half and options.softmax_in_fp32:
         scores = scores.astype("float32")

@@ -1,4 +1,4 @@
-"""Declarations of self-attention and latent attention: sizes, parameters and cost, without Paddle."""
+"""Declarations of self-attention and latent attention: sizes, parameters and cost. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AttentionSpec:
     """Declaration of causal self-attention.
 
     Attributes:
-        layer: class of the layer; a subclass may set another class.
+        layer: class of the layer; a subclass can set another class.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
             Ainslie et al., 2023).
         init: initial values of the projection to queries, keys and values.
@@ -273,7 +273,7 @@ class LatentAttentionSpec:
     """Declaration of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     Attributes:
-        layer: class of the layer; a subclass may set another class.
+        layer: class of the layer; a subclass can set another class.
         q_rank: width of the compressed queries; None: queries are projected from the hidden states.
         kv_rank: width of the compressed vector from which keys and values are projected.
         rope_head_dim: number of features of each query and key with rotary positions.

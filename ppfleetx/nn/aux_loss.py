@@ -108,7 +108,7 @@ class AuxLossScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Context manager for one optimizer step over ``micro_batches``, in which layers may attach losses.
+        """Context manager for one optimizer step over ``micro_batches``, in which layers can attach losses.
 
         Args:
             divisors: result of :func:`divisors_of`; None: losses get no gradient.

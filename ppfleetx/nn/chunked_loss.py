@@ -84,8 +84,8 @@ class ChunkedHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head may return :class:`DeferredLogits`. Inside it, only the loss may
-        read the logits."""
+        """Context manager in which the head can return :class:`DeferredLogits`. Inside it, the logits must be
+        read only by the loss."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield

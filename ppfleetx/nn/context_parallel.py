@@ -63,7 +63,7 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Compute attention on rotated queries, keys and values with the function ``attend``. A subclass may
+        """Compute attention on rotated queries, keys and values with the function ``attend``. A subclass can
         also communicate among ranks."""
         return attend(query, key, value, document_start)
 

@@ -74,7 +74,7 @@ def _rounded(x: paddle.Tensor, bound: paddle.Tensor, bits: int, reaches_beyond: 
     return (integers * scale).astype(x.dtype)
 
 
-# The backward passes below read no parameter, because sharding stage 3 may have freed it by then.
+# The backward passes below read no parameter, because sharding stage 3 can free it before them.
 
 
 class _StraightThrough(PyLayer):

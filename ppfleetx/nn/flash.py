@@ -121,8 +121,8 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Compute causal attention with flash attention. Values may have a smaller head size than keys; the
-    result then has the head size of the values.
+    """Compute causal attention with flash attention. Values can have a smaller head size than keys. The
+    result has the head size of the values.
 
     Args:
         query: ``[b, key/value heads, query heads per key/value head, s, head size]``. The result has the same

@@ -25,7 +25,7 @@ _CARD_LOST = 70  # exit code of a child whose device stopped working
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
 """The results of a trial: pairs (fused result, unfused result)."""
 Trial = tuple[str, str]
-"""(``module:function``, element type)"""
+"""A trial: (``module:function``, element type)."""
 
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:

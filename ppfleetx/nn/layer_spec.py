@@ -100,7 +100,8 @@ class LinearSpec:
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the linear layer for :mod:`ppfleetx.nn.activation_memory`."""
+        """Return the operations of the linear layer for the memory simulation
+        (:mod:`ppfleetx.nn.activation_memory`)."""
         gradients = self.gradient_bytes(work)
         read, size = (self._rows(work) * width * work.activation_bytes for width in self._here(work))
 

@@ -481,7 +481,7 @@ class _WeightGradient:
 
 
 class _Matmul(PyLayer):
-    """Autograd function of a product. Its backward pass may defer the weight's gradient."""
+    """Autograd function of a product. Its backward pass can defer the weight's gradient."""
 
     @staticmethod
     def forward(

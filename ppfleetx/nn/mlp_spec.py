@@ -23,7 +23,7 @@ class MLPSpec:
     """Declaration of an MLP, ``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: class of the layer; a subclass may set another class.
+        layer: class of the layer; a subclass can set another class.
         ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs.
         activation: a value of ``Model.hidden_act``.
     """
@@ -62,8 +62,8 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the MLP for :mod:`ppfleetx.nn.activation_memory`. The output tensor is
-        named ``writes``; the names of intermediate tensors begin with it."""
+        """Return the operations of the MLP for the memory simulation (:mod:`ppfleetx.nn.activation_memory`).
+        The output tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -225,9 +225,9 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the mixture for :mod:`ppfleetx.nn.activation_memory`, on the rank with
-        the most rows for its experts. The result is named ``writes``; the names of intermediate tensors begin
-        with it."""
+        """Return the operations of the mixture for the memory simulation
+        (:mod:`ppfleetx.nn.activation_memory`), on the rank with the most rows for its experts. The output
+        tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

@@ -267,7 +267,7 @@ class Order:
         Args:
             outputs: one row per kept choice, sorted by expert.
             weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
-                None: the sum is not weighted, and no choice may have been dropped.
+                None: the sum is not weighted. None is allowed only if no choice was dropped.
         """
         if self._kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
             return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)

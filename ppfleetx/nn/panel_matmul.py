@@ -30,8 +30,8 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [count, in]``, which may have a leading dimension of 1, by
-    ``panels [panels, in, panel width]``. Return ``[count, panels * panel width]``."""
+    """Multiply ``rows``, ``[count, in]`` or ``[1, count, in]``, by ``panels [panels, in, panel width]``.
+    Return ``[count, panels * panel width]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 

@@ -53,13 +53,13 @@ class Positions:
 
 
 def learned_absolute(cfg: ModelConfig) -> Positions:
-    """Return a learned vector for each position (Radford et al., 2018)."""
+    """Return the position embedding that has a learned vector for each position (Radford et al., 2018)."""
     rows = cfg.max_position_embeddings + cfg.position_offset
     return Positions(table_rows=rows, offset=cfg.position_offset)
 
 
 def rope(cfg: ModelConfig) -> Positions:
-    """Return rotary positions (Su et al., 2021), scaled according to ``Model.rope_scaling``."""
+    """Return the rotary position embedding (Su et al., 2021), scaled according to ``Model.rope_scaling``."""
 
     def turning(base: float, scaling: RopeScalingConfig | None) -> RotaryEmbedding:
         return RotaryEmbedding(
@@ -76,10 +76,12 @@ def rope(cfg: ModelConfig) -> Positions:
 
 
 def alibi(cfg: ModelConfig) -> Positions:
-    """Return linear biases (ALiBi, Press et al., 2022): scores decrease linearly with the distance."""
+    """Return the position embedding by linear biases (ALiBi, Press et al., 2022): scores decrease linearly
+    with the distance."""
     return Positions(biases=True)
 
 
 def none(cfg: ModelConfig) -> Positions:
-    """Return no position embedding. Only the causal mask makes attention depend on the order of tokens."""
+    """Return the parts of a model without position embedding. Only the causal mask makes attention depend on
+    the order of tokens."""
     return Positions()

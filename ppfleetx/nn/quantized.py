@@ -131,7 +131,7 @@ class QuantizedMatrix:
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Return ``x [..., in] @ matrix + bias``. Only ``x`` may have a gradient."""
+        """Return ``x [..., in] @ matrix + bias``. Only ``x`` gets a gradient."""
         if _wants_gradient(x):
             product = _FrozenProduct.apply(x, self)
             return product if bias is None else add_smaller(product, bias)

@@ -65,7 +65,7 @@ class Stage:
         tie: the sub-layer that is shared with other stages.
         wraps: whether the layer contains only one sub-layer, with the name of the stage. Names of parameters
             then contain the name only once: ``head.weight``, not ``head.head.weight``.
-        finish: function that may modify the new layer before its parameters get names and values.
+        finish: function that can modify the new layer before its parameters get names and values.
     """
 
     name: str

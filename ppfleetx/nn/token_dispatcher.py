@@ -222,9 +222,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Forward the rows that this rank received from other nodes to the ranks of this node that have the
-        rows' experts. Return the rows for this rank's experts, sorted by expert. Ranks that slice the same
-        experts get the same rows."""
+        """Forward the rows that this rank received in the exchange between nodes to the ranks of this node
+        that have the rows' experts. Return the rows for this rank's experts, sorted by expert. Ranks that
+        slice the same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)

@@ -34,9 +34,9 @@ def token_scores(
             same results. None: this rank has all columns.
 
     Returns:
-        Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
-            If several logits are the highest, the first one counts as the most likely. Logits that are NaN or
-            +inf give NaN.
+        Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, the results are 0 and
+            True. If several logits are the highest, the first one counts as the most likely. Logits that are
+            NaN or +inf give NaN.
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_scores, true_vocab=true_vocab, group=group)

@@ -28,7 +28,7 @@ class UpdatePlace:
     Attributes:
         multi_precision: whether to keep float32 master weights of 16-bit parameters.
         on_host: whether to keep all states in host memory and update there.
-        fused: whether rules may update many parameters in one kernel.
+        fused: whether rules can update many parameters in one kernel.
         group_of: returns this rank's process group along an axis; None if the axis has one rank.
     """
 

@@ -1,4 +1,4 @@
-"""The interface of update rules of optimizers, and of the states that they keep."""
+"""The interface of an optimizer's update rules, and of the states that the rules keep."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ParamView:
     Attributes:
         spec: the parameter's declaration; None if the optimizer is used without a model.
         value: the parameter, or its float32 master weight.
-        gradient: the gradient, summed over all ranks and clipped. The rule may overwrite it.
+        gradient: the gradient, summed over all ranks and clipped. The rule can overwrite it.
         rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight, under
             ``UpdatePlace.on_host``, or for a matrix that was gathered from several ranks.
     """
@@ -79,7 +79,7 @@ class Rule(ABC):
         """Update values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
 
         Args:
-            group: parameters with gradients. A step may call this several times, for different parameters of
+            group: parameters with gradients. A step can call this several times, for different parameters of
                 one group.
             weight_decay: weight decay of this step; 0 for biases and norm gains, unless
                 :attr:`Group.weight_decay` is set.

@@ -111,7 +111,8 @@ class Block(nn.Layer):
 
     Args:
         layer_index: index of the block in the whole model.
-        recompute: what is recomputed in the backward pass: ``full``, ``full_attn``, ``core_attn`` or None.
+        recompute: granularity of recomputation: ``full``, ``full_attn`` or ``core_attn``; None: the backward
+            pass recomputes nothing.
         carries_positions: whether hidden states include position ids; None: only if the block has rotary
             positions.
     """

@@ -87,7 +87,7 @@ def attention(
 
     Args:
         query: ``[b, key/value heads, query heads per key/value head, s, head size]`` float32.
-        key, value: ``[b, key/value heads, s, head size]`` float32; values may have another head size.
+        key, value: ``[b, key/value heads, s, head size]`` float32; values can have another head size.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
     start = None if document_start is None else document_start.astype("int32")

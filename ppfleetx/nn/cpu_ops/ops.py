@@ -1,9 +1,9 @@
-"""Optional C++ operators for decoding and training on a CPU. They are used if they have been compiled by
+"""Optional C++ operators for decoding and training on a CPU. They are used if this command has compiled them:
 
     python -m ppfleetx.nn.cpu_ops
 
-which needs a C++ compiler. Without the operators, Paddle's operators and NumPy give the same results. To
-remove compiled operators, delete the directory ``built``.
+The command needs a C++ compiler. Without the operators, Paddle's operators and NumPy give the same results.
+To remove compiled operators, delete the directory ``built``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load(library: str) -> bool:
 
 
 are_available = functools.partial(load, "ops")
-"""Returns whether the operators of this module can be called."""
+"""A function that returns whether the operators of this module can be called."""
 
 
 def note_if_missing() -> None:
