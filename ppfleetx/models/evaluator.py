@@ -1,4 +1,4 @@
-"""Evaluators run an evaluation batch by batch, and accumulate the results."""
+"""Evaluators, which run an evaluation batch by batch and accumulate the results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvalOutput(NamedTuple):
     """The loss and metrics of one evaluation batch, summed over all ranks.
 
     Attributes:
-        loss: sum of the loss over the tokens or examples that the loss mask keeps.
+        loss: sum of the loss over the tokens (for a classifier, examples) that the loss mask keeps.
         count: number of these tokens or examples.
     """
 
@@ -41,8 +41,8 @@ class Measured:
     """The result of an evaluation, the same on all ranks.
 
     Attributes:
-        loss: mean loss over the tokens, or the examples of a classifier, that the loss mask keeps; NaN for
-            examples without labels.
+        loss: mean loss over the tokens (for a classifier, examples) that the loss mask keeps; NaN if examples
+            have no labels.
         count: number of these tokens or examples.
         ppl: perplexity of a language model; None for a classifier.
         metrics: means of the task's metrics, by name.
@@ -57,7 +57,8 @@ class Measured:
 
 
 class Evaluator(Protocol):
-    """Accumulates the results of one evaluation. Every method is a collective over the job."""
+    """Accumulates the results of one evaluation. Every method is collective: all ranks of the job must call
+    it."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
         """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`, and add its loss

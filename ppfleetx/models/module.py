@@ -22,24 +22,24 @@ Tensors = dict[str, paddle.Tensor]
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of the parallel plan. The methods must not keep state between calls. A
-    pipeline calls :meth:`loss`, but not :meth:`forward`, because it runs the stages itself."""
+    """A task on a model, independent of the parallel plan. The methods must not keep state between calls.
+    Under pipeline parallelism, :meth:`forward` is not called, because the pipeline runs the stages itself."""
 
     loss_in_pieces = False
-    """Whether :meth:`loss` does nothing with ``outputs`` except pass them to the factory's ``token_loss`` or
-    ``token_scores``. ``Model.loss_chunks`` greater than 1 requires this, because ``outputs`` are then
+    """Whether :meth:`loss` only passes ``outputs`` to the factory's ``token_loss`` or ``token_scores``.
+    ``Model.loss_chunks`` greater than 1 requires this, because ``outputs`` are then
     :class:`~ppfleetx.nn.chunked_loss.DeferredLogits` instead of a tensor."""
 
     metrics: tuple[str, ...] = ()
     """Names of the metrics that :meth:`loss` reports, the same on all ranks. Metrics of the model's layers
-    are declared here or by the architecture."""
+    must be declared here or by the architecture."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
 
     def count(self, batch: MicroBatch) -> float:
         """Return the number of tokens (for a classifier, examples) of a micro batch that count in the loss.
-        The loss of a step is divided by the sum of these numbers over the job. Runs on the host."""
+        The loss of a step is divided by the sum of these numbers over the job. This runs on the host."""
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
@@ -70,13 +70,13 @@ class BasicModule(ABC):
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """Create the evaluator for one evaluation. ``has_labels`` is whether the examples of a classifier
-        have labels; without them, its evaluator computes outputs, but no loss."""
+        """Create the evaluator for one evaluation. If the examples of a classifier have no labels
+        (``has_labels`` is False), its evaluator computes outputs, but no loss."""
         return TokenLoss()
 
 
 class WrappedTask(BasicModule):
-    """A task that passes each call on to another task, ``task``."""
+    """Base class of tasks that wrap another task, ``task``. Every call is passed on to the wrapped task."""
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)

@@ -1,4 +1,4 @@
-"""A model with all its stages in one process."""
+"""A model whose stages are all in one process."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """For each tensor, the name of the tensor whose memory it uses: itself, or the tensor of which it is
-        a view."""
+        """For each tensor, the name of the tensor that owns its memory. A view uses the memory of another
+        tensor."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -71,7 +71,7 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor that owns the memory of the tape's result, which may be a view."""
+        """Name of the tensor that owns the memory of the tape's result, which can be a view."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
@@ -107,7 +107,7 @@ class Tape:
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
         """Return two peaks of memory in the forward pass: while operations that use parameters run, and while
         other operations run."""
-        last = {}  # memory -> the last step that reads it
+        last = {}  # name of the tensor that owns the memory -> number of the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):
                 last[self._roots[name]] = number
@@ -139,7 +139,7 @@ class Tape:
         return self._backward(first=True), self._backward(first=False)
 
     def _backward(self, *, first: bool) -> tuple[float, float]:
-        keepers: dict[str, int] = {}  # memory -> the first step of the forward pass that keeps it
+        keepers: dict[str, int] = {}  # name of the tensor that owns the memory -> first step that keeps it
         for number, step in reversed(list(enumerate(self.steps))):
             for name in self._kept_by(step):
                 keepers[name] = number

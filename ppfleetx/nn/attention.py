@@ -24,7 +24,7 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class KeyValueCache(Protocol):
-    """Keys and values of all earlier positions, for each layer."""
+    """Interface of a cache with the keys and values of all earlier positions, for each layer."""
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
@@ -36,9 +36,8 @@ class KeyValueCache(Protocol):
             window: number of earlier positions that each position may attend to; None: all.
 
         Returns:
-            All keys, all values, and a mask to add to the scores
-                ``[batch, heads, new positions, all positions]``. If the mask is None, the causal mask and the
-                window apply.
+            All keys, all values, and a mask ``[batch, heads, new positions, all positions]`` to add to the
+                scores. If the mask is None, the causal mask and the window apply.
         """
 
     def row_lengths(self) -> paddle.Tensor:
@@ -47,7 +46,7 @@ class KeyValueCache(Protocol):
 
 
 class HeadAttention(nn.Layer):
-    """Base class of attention layers, without projections to queries, keys and values.
+    """Base class of attention layers. Subclasses add the projections to queries, keys and values.
 
     Args:
         recompute_core: whether the backward pass recomputes scores and attention weights.
@@ -76,8 +75,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return the output of attention before the output projection, ``[s, b, width]``. If configured, the
-        backward pass recomputes it."""
+        """Return the output of attention before the output projection, ``[s, b, width]``. With
+        ``recompute_core``, the backward pass recomputes this output."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -175,7 +174,7 @@ class Attention(HeadAttention):
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
         key = self.k_norm(key.flatten(2)).reshape([0, 0, groups, 1, size])
-        # At O1 gains are float32; cast back, so that the result is 16-bit.
+        # At O1, gains are float32, so the result must be cast back to 16 bits.
         return paddle.concat([query.astype(qkv.dtype), key.astype(qkv.dtype), value], axis=3)
 
     @property
@@ -183,8 +182,8 @@ class Attention(HeadAttention):
         return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Return whether the kernel for packed queries, keys and values can read the projection ``qkv``. It
-        cannot if rotary positions, norms or linear biases must be applied first."""
+        """Return whether the kernel for packed queries, keys and values can use the projection ``qkv``
+        directly. This is not possible if rotary positions, norms or linear biases must be applied first."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
@@ -207,11 +206,13 @@ class Attention(HeadAttention):
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Append two features to queries and keys, so that their product adds the linear biases (ALiBi) to
         the scores."""
-        # ALiBi is defined by the distance between query and key, but the softmax gives the same result for
-        # the key's position. The position is split into two numbers that 16 bits represent exactly.
+        # ALiBi's bias is proportional to the distance between query and key. A bias proportional to the key's
+        # position differs by a constant for each query, so the softmax is the same. The position is split
+        # into two numbers that 16 bits represent exactly.
         groups, per_group, length, size = query.shape[1:]
         heads = (self.num_heads, self._first_head(groups * per_group), groups * per_group, size + 2)
-        # A constant in an exported program; otherwise cached per device instead of copied in each pass.
+        # In an exported program, the features are a constant. Otherwise they are cached on the device, so
+        # that they are not copied in each pass.
         features = (
             _kept_bias_features(*heads, paddle.get_device())
             if paddle.in_dynamic_mode()
@@ -259,7 +260,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     """Return the slopes ``[num_heads]`` of linear biases (ALiBi, Press et al., 2022)."""
     below = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
-    # Further heads get every second slope of twice as many heads.
+    # The remaining heads get every second slope of a model with 2 * below heads.
     slopes += [2 ** (-8 * (2 * i + 1) / (2 * below)) for i in range(num_heads - below)]
     return np.array(slopes)
 

@@ -2,7 +2,7 @@
 
 Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per key/value
 head, d head size. Kernels map ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` to
-``[b, g, r, q, d]``. Values may be narrower than keys; the result has the width of the values.
+``[b, g, r, q, d]``. Values can be narrower than keys. The result has the width of the values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KernelOptions:
     Attributes:
         kernel: a value of ``Model.attention_kernel``.
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
-        qk_scale_guard: temporary divisor of 16-bit scores against float16 overflow.
+        qk_scale_guard: divisor of 16-bit scores that avoids float16 overflow; removed before the softmax.
     """
 
     kernel: str = "auto"
@@ -74,8 +74,8 @@ def attend(
             key="Model.attention_kernel",
             value="flash",
         )
-    # The causal mask of queries that follow cached keys does not begin at the first key, and flash attention
-    # would save little for so few queries.
+    # The causal mask of queries that follow cached keys does not begin at the first key. Flash attention
+    # would also save little time, because there are few such queries.
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
     if bfloat16.are_active() and options.softcap is None and not follows_cache and not drops(dropout):
         return bfloat16.attention(query, key, value, document_start)
@@ -108,15 +108,15 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention as matrix product, softmax, matrix product. The other kernels must agree with the
-    result."""
+    """Compute attention as matrix product, softmax, matrix product. The results of the other kernels must
+    agree with the results of this one."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
     # Scores in 16 bits are divided by the guard, and multiplied by it again below.
     guard = options.qk_scale_guard if half else 1.0
     query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
-    # Stack the query heads of one key/value head as rows, so that keys need not be repeated.
+    # Stack the query heads of one key/value head as rows, so that keys do not have to be repeated.
     scores = paddle.matmul(query, key, transpose_y=True)
     if half and options.softmax_in_fp32:
         scores = scores.astype("float32")
@@ -157,15 +157,15 @@ def _masked_softmax(
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Return whether Paddle's fused causal softmax can take these scores. It needs as many queries as keys, a
-    multiple of 8 from 32 to 8192."""
+    """Return whether Paddle's fused causal softmax supports these scores. The numbers of queries and keys
+    must be equal, a multiple of 8, and from 32 to 8192."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """Add ``penalty``, which broadcasts against ``[batch, heads, queries, keys]``, to scores whose query
-    heads are grouped by key/value head."""
+    """Return ``scores + penalty``. In ``scores``, query heads are grouped by key/value head. ``penalty``
+    broadcasts against ``[batch, heads, queries, keys]``."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

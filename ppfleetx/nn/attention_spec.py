@@ -1,4 +1,4 @@
-"""Declarations of self-attention and latent attention: sizes, parameters and cost, without Paddle."""
+"""Declarations of self-attention and latent attention: sizes, parameters and cost. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ppfleetx.nn.init import Init
 from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, parameters_within
 from ppfleetx.nn.param_spec import Part
 
-# In this file, q, kv and v are the bytes of all queries, of all keys (or values), and of values of another
-# width, on one rank; e is the bytes of one number.
+# Local variables in this file are sizes in bytes on one rank: q of all queries, kv of all keys (values have
+# the same size), v of all values if their width differs from the keys', e of one number.
 
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
-    """Describe which columns of a fused attention projection are queries, keys and values. The columns are
-    ordered ``[key/value head][query ... query, key, value][head_dim]``."""
+    """Return the parts (queries, keys, values) of a fused attention projection. Its columns are ordered
+    ``[key/value head][query ... query, key, value][head_dim]``."""
     return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
 
 
@@ -40,7 +40,7 @@ class AttentionSpec:
     """Declaration of causal self-attention.
 
     Attributes:
-        layer: class of the layer; a subclass may set another class.
+        layer: class of the layer; a subclass can set another class.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
             Ainslie et al., 2023).
         init: initial values of the projection to queries, keys and values.
@@ -113,8 +113,8 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that a context-parallel rank exchanges before attention, and the bytes that it
-        exchanges after attention."""
+        """Return the number of bytes that a context-parallel rank exchanges before attention, and the number
+        after attention."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -173,7 +173,7 @@ class AttentionSpec:
     def _turned(self, work: Work, source: str, turning: float) -> Step:
         part = turning * self.rotary_size / self.head_dim
         wide = part * 4 / work.activation_bytes
-        if work.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
+        if work.on_cpu:  # x * cos + partner * sin, with tables as large as x; both products keep their inputs
             return Step("turned", turning, (source,), (source,), extra=3 * part, scratch=2 * part, back=part)
         if work.fused:
             return Step("turned", turning, (source,))
@@ -244,8 +244,8 @@ class CoreSizes:
         if work.flash:
             rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
             return [Step("context", self.context, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
-        # The fused kernel scales the scores; ours scales the queries. Keys and values are views, which a
-        # product copies.
+        # The fused kernel scales the scores; our kernel scales the queries. Keys and values are views, so a
+        # matrix product copies them.
         keeps = ("heads",) if work.fused else ("scaled", "heads")
         steps = [
             Step("scaled", self.query, ("heads",), view=work.fused),
@@ -273,7 +273,7 @@ class LatentAttentionSpec:
     """Declaration of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     Attributes:
-        layer: class of the layer; a subclass may set another class.
+        layer: class of the layer; a subclass can set another class.
         q_rank: width of the compressed queries; None: queries are projected from the hidden states.
         kv_rank: width of the compressed vector from which keys and values are projected.
         rope_head_dim: number of features of each query and key with rotary positions.
@@ -363,13 +363,13 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes that a context-parallel rank exchanges before attention, and the bytes that it
-        exchanges after attention."""
+        """Return the number of bytes that a context-parallel rank exchanges before attention, and the number
+        after attention."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Return the sizes in bytes, on one rank, of the queries and of the values. Keys are as large as
+        """Return the bytes of all queries, and the bytes of all values, on one rank. Keys are as large as
         queries."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)

@@ -3,8 +3,8 @@
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
 returns ``hidden`` with unchanged values. The backward pass through the result also backpropagates the
-auxiliary loss. A layer of any pipeline stage may call the function. All losses with the same name add this
-term to the loss of a step:
+auxiliary loss. A layer of any pipeline stage can call the function. All losses with the same name together
+add this term to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
@@ -48,9 +48,9 @@ class AuxLoss:
     Attributes:
         name: name of the metric, declared by the architecture or the task.
         value: a loss for each token ``[s, b]``, for each sequence ``[b]``, or one scalar.
-        divisor: what the sum of the values over a step is divided by: the number of valid ``tokens`` or
-            ``sequences``, to match ``value``, or 1 for a scalar (``step``). Values of invalid tokens and
-            sequences are ignored.
+        divisor: divisor of the sum of the values over a step: the number of valid ``tokens``, the number of
+            valid ``sequences``, or 1 (``step``). It must match the shape of ``value``: a scalar needs
+            ``step``. Values of invalid tokens and sequences are ignored.
         same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, ranks hold shares
             of a sum. None: the axes whose ranks hold the same hidden states.
     """
@@ -95,7 +95,7 @@ class AuxLossScope:
         self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
 
     def watch(self, stages: Iterable[nn.Layer]) -> None:
-        """Register the layers in which auxiliary losses may occur. Each layer must run once per micro batch,
+        """Register the layers in which auxiliary losses can occur. Each layer must run once per micro batch,
         in the order of the micro batches."""
         for layer in stages:
             layer.register_forward_pre_hook(self._enter)
@@ -108,7 +108,7 @@ class AuxLossScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Context manager for one optimizer step over ``micro_batches``, in which layers may attach losses.
+        """Context manager for one optimizer step over ``micro_batches``, in which layers can attach losses.
 
         Args:
             divisors: result of :func:`divisors_of`; None: losses get no gradient.
@@ -144,8 +144,8 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return weights in the loss: ``[s, b]`` for the tokens at this rank's positions if ``of`` is
-        ``tokens``, otherwise ``[b]`` for the rows of the micro batch."""
+        """Return the weights of a micro batch in the loss. If ``of`` is ``tokens``, the result is ``[s, b]``,
+        for the tokens at this rank's positions. Otherwise it is ``[b]``, for the rows."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -155,8 +155,8 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return what one micro batch adds to the divisor of a metric: its number of valid tokens or
-        sequences or, if ``of`` is ``step``, its fraction of the step."""
+        """Return the amount that one micro batch adds to the divisor of a metric: its number of valid tokens
+        or sequences or, if ``of`` is ``step``, its fraction of the step."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
@@ -191,8 +191,8 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Return weights in the loss: ``[b, s]`` for the micro batch's tokens if ``of`` is ``tokens``, otherwise
-    ``[b]`` for its rows."""
+    """Return the weights of a micro batch in the loss. If ``of`` is ``tokens``, the result is ``[b, s]``, for
+    the tokens. Otherwise it is ``[b]``, for the rows."""
     mask = batch.get("loss_mask")
     if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)
@@ -202,13 +202,13 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
 
 
 class _Attached(PyLayer):
-    """Autograd function that returns its first argument, the hidden states. Its backward pass gives the
-    second argument, a loss, a constant gradient."""
+    """Autograd function that returns its first argument, the hidden states. Its second argument is a loss,
+    which gets a constant gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:
         ctx.gradient, ctx.gives_hidden = gradient, not hidden.stop_gradient
-        return hidden.view(hidden.shape)  # the tensor itself would count as changed in place
+        return hidden.view(hidden.shape)  # returning the tensor itself would count as an in-place change
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor]:

@@ -20,15 +20,17 @@ from ppfleetx.nn.attention_kernels import softcapped
 from ppfleetx.nn.matmul import Matmul, in_dtype
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
-"""A function of a chunk: logits ``[length, b, columns]``, labels and mask ``[b, length]``."""
+"""A function of one chunk's logits ``[length, b, columns]``, labels ``[b, length]`` and mask
+``[b, length]``."""
 
 
 @dataclass(frozen=True)
 class ChunkTarget:
-    """What the head needs in order to return a loss instead of logits.
+    """The inputs with which the head computes a loss instead of logits.
 
     Attributes:
         labels, mask: ``[b, s]`` at this rank's positions.
+        function: function of each chunk, such as its loss.
     """
 
     labels: paddle.Tensor
@@ -53,8 +55,8 @@ class DeferredLogits:
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
-        """Call ``function(logits, labels, mask)`` for each chunk, and return the results in order. Use this
-        only while gradients are disabled."""
+        """Call ``function(logits, labels, mask)`` for each chunk, and return the results in order. Gradients
+        must be disabled."""
         return self.head((self.hidden,), None, ChunkTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
@@ -77,13 +79,13 @@ class ChunkedHead(nn.Layer):
         super().__init__()
         self.softcap = softcap
         self.num_pieces, self._loss_follows = num_pieces, False
-        # Not deferring, because the head's gradients are complete before the backward pass begins.
+        # Weight gradients are not deferred, because they are complete before the backward pass begins.
         self._matmul = matmul or Matmul()
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head may return :class:`DeferredLogits`. Inside it, only the loss may
-        read the logits."""
+        """Context manager in which the head can return :class:`DeferredLogits`. Inside it, the logits must be
+        read only by the loss."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield
@@ -103,8 +105,8 @@ class ChunkedHead(nn.Layer):
         raise NotImplementedError
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the hidden states at the positions of this rank's labels. Under sequence parallelism, they
-        are gathered from all tensor-parallel ranks."""
+        """Return the hidden states at the positions of this rank's labels. Under sequence parallelism, this
+        gathers the positions from all tensor-parallel ranks."""
         raise NotImplementedError
 
     def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
@@ -137,7 +139,7 @@ class ChunkedHead(nn.Layer):
 
 
 class _HeadMatrix:
-    """The weight and bias of the head, and how to multiply by them."""
+    """The weight and bias of the head, and the product with them."""
 
     def __init__(
         self,
@@ -236,7 +238,7 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 def _pieces(
     whole: paddle.Tensor, target: ChunkTarget, num_pieces: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
-    """Yield hidden states, labels and mask of consecutive chunks, with lengths that differ by at most one."""
+    """Yield hidden states, labels and mask of each chunk in order. The lengths differ by at most one."""
     for begin, end in _edges(whole.shape[0], num_pieces):
         yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
 

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over whole sequences whose positions are divided over the ranks.
+"""Context parallelism: attention over sequences whose positions are divided over the ranks.
 
 Shape letters: s positions, b batch, g key/value heads on this rank, r query heads per key/value head, d head
 size.
@@ -36,12 +36,12 @@ class AttentionStrategy:
     has_own_core = False  # True rules out kernels for packed queries, keys and values
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` that this rank processes outside attention. ``ids`` has the
+        """Return the columns of ``ids [b, s]`` that this rank processes outside attention. ``ids`` covers
         whole sequences."""
         return ids
 
     def positions_inside(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the columns of ``ids [b, s]`` at which this rank computes attention. ``ids`` has the whole
+        """Return the columns of ``ids [b, s]`` for which this rank computes attention. ``ids`` covers whole
         sequences."""
         return ids
 
@@ -52,7 +52,7 @@ class AttentionStrategy:
         Args:
             qkv: ``[s, b, key/value heads, query heads per key/value head + 2, head size]``.
         """
-        # Latent attention passes other sizes of the last two dimensions.
+        # The last two dimensions have other sizes in latent attention.
         return qkv
 
     def core(
@@ -63,7 +63,7 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Compute attention on rotated queries, keys and values with the function ``attend``. A subclass may
+        """Compute attention on rotated queries, keys and values with the function ``attend``. A subclass can
         also communicate among ranks."""
         return attend(query, key, value, document_start)
 
@@ -75,8 +75,8 @@ class AttentionStrategy:
 
 class Ulysses(AttentionStrategy):
     """Context parallelism by all-to-all exchanges before and after attention (Jacobs et al., "DeepSpeed
-    Ulysses", 2023). Outside attention, each rank has consecutive positions; inside, all positions of some
-    heads."""
+    Ulysses", 2023). Outside attention, each rank has consecutive positions. Inside attention, it has all
+    positions of some heads."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

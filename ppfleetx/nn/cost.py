@@ -1,4 +1,5 @@
-"""Cost of layers: the sizes that it depends on, and the operations of a forward pass, without Paddle.
+"""Cost of layers: the sizes on which it depends, and the operations of a forward pass. Does not import
+Paddle.
 
 A multiply-add counts as two floating-point operations. Attention counts all pairs of positions; flash
 attention counts only the causal half.
@@ -15,10 +16,10 @@ from ppfleetx.nn.activation_memory import Step
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 """The implementation whose operations are counted:
 
-``cpu``: ours on a CPU, in float32.
-``gpu``: ours on a GPU, with reference or flash attention (``Work.flash``).
-``plugin``: ours on the device of a plugin (Ascend): as on a GPU, but with an unfused tensor-parallel loss.
-``fused``: Megatron-LM and PaddleFleetX, to compare with published runs: scale, mask and softmax are one
+``cpu``: this toolkit on a CPU, in float32.
+``gpu``: this toolkit on a GPU, with reference or flash attention (``Work.flash``).
+``plugin``: this toolkit on a plugin's device (Ascend): as on a GPU, but with an unfused tensor-parallel loss.
+``fused``: Megatron-LM and PaddleFleetX, to compare with published runs. Scale, mask and softmax are one
 kernel, which keeps the 16-bit result.
 """
 Recompute = Literal["none", "core_attn", "full_attn", "full"]
@@ -83,8 +84,8 @@ class Work:
 
     @property
     def new_gradient_share(self) -> float:
-        """Extra memory that a new gradient takes until it is accumulated, as a fraction of the accumulated
-        gradient. It is 0 if both have the same type."""
+        """Extra memory of a new gradient until it is accumulated, as a fraction of the accumulated gradient;
+        0 if both gradients have the same type."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
@@ -150,16 +151,17 @@ def elementwise(name: str, part: Part, forward: float, backward: float, kernels:
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Return the cost of dropout and residual addition, as one operation. If ``dropout`` is above 0, a mask
-    of one byte per element counts too."""
+    """Return dropout and residual addition as one operation. If ``dropout`` is above 0, its mask of one byte
+    per element is included."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return dropout of ``size`` bytes as a step of the simulation of :mod:`ppfleetx.nn.activation_memory`.
-    It keeps a mask of one byte per element. With probability 0, it is a view without a mask."""
+    """Return dropout of ``size`` bytes as a step of the memory simulation
+    (:mod:`ppfleetx.nn.activation_memory`). The step keeps a mask of one byte per element. With probability 0,
+    the result is a view, and there is no mask."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
 
 _SMALLEST = 1.1754944e-38  # the smallest normal number, as the scale of an all-zero tensor
-_LEAST_SHARE = 0.01  # lower bound of a learned clipping factor
+_LEAST_SHARE = 0.01  # smallest value used for a learned clipping factor
 
 Reduce = Callable[[paddle.Tensor], paddle.Tensor]
 """A function that takes the maximum, in place, over the ranks that hold parts of a tensor."""
@@ -40,7 +40,7 @@ def on_grid(
         x: any shape and floating type.
         bound: float32, broadcast to ``x``; gets no gradient.
         bits: 2 to 16.
-        reaches_beyond: whether elements of ``x`` may exceed the bound. If so, they are clipped to it.
+        reaches_beyond: whether elements of ``x`` can exceed the bound and must be clipped.
     """
     if _has_no_gradient(x):
         return _rounded(x, bound, bits, reaches_beyond)
@@ -74,7 +74,7 @@ def _rounded(x: paddle.Tensor, bound: paddle.Tensor, bits: int, reaches_beyond: 
     return (integers * scale).astype(x.dtype)
 
 
-# The backward passes below read no parameter, because sharding stage 3 may have freed it by then.
+# The backward passes below read no parameter, because sharding stage 3 can free it before them.
 
 
 class _StraightThrough(PyLayer):
@@ -124,7 +124,7 @@ class FakeQuantizer(nn.Layer):
         over_weight: function that takes the maximum over the ranks whose slices of the weight share a scale.
         over_input: function that takes the maximum over the ranks that slice the input features.
         follows: whether training updates ``input_scale``.
-        keeps: whether weights do not change after their first use.
+        keeps: whether to cache the rounded weight. Weights must then not change after their first use.
 
     Attributes:
         input_scale: ``[1]``, moving average of the input's largest magnitude; None if not configured. While
@@ -203,8 +203,8 @@ class FakeQuantizer(nn.Layer):
         x = x.detach()
         if self.input_scale is None:
             return self._over_input(x.abs().max(axis=-1, keepdim=True).astype("float32"))
-        if self.training and self.follows and x.size:  # a rank's experts may have got no position
-            # Recomputation takes the same maximum again, which does not change it.
+        if self.training and self.follows and x.size:  # x is empty if no position chose this rank's experts
+            # Recomputation takes the maximum of the same values again, which does not change the result.
             largest = x.abs().max().astype("float32")
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)
         if not self._has_scale and paddle.in_dynamic_mode():
@@ -218,7 +218,8 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Discard the observed input maxima and the cached bound of the weight, before a step."""
+        """Discard the observed input maxima and the cached bound of the weight. This must be called before
+        each step."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:

@@ -74,7 +74,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def unsupported_reason(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """Return the reason why flash attention of this ``version`` (2 or 3) cannot run; None if it can.
+    """Return the reason why flash attention of ``version`` 2 or 3 cannot run; None if it can.
 
     Args:
         capability: compute capability of the GPU, (major, minor).
@@ -108,7 +108,7 @@ def unsupported_reason(
 def flash_version(head_size: int, *, packed: bool) -> int:
     """Return the version of flash attention that Paddle runs for heads of this size. ``packed``: whether a
     row holds several documents."""
-    # In deterministic mode, the flag holds only for packed documents with heads of up to 128.
+    # In deterministic mode, Paddle honors the flag only for packed documents with head sizes up to 128.
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -121,8 +121,8 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Compute causal attention with flash attention. Values may have a smaller head size than keys; the
-    result then has the head size of the values.
+    """Compute causal attention with flash attention. Values can have a smaller head size than keys. The
+    result has the head size of the values.
 
     Args:
         query: ``[b, key/value heads, query heads per key/value head, s, head size]``. The result has the same

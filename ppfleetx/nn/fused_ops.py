@@ -193,7 +193,7 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log which fused operators are in use and, except on a CPU, why the others are not."""
+    """Log which fused operators are in use and, except on a CPU, why the others are not used."""
     get_logger().info(f"fused operators: {ops}; plain operators for the rest (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
@@ -218,7 +218,8 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used with this type on this device; None if only a trial can tell."""
+    """Return why an operator cannot be used with this type on this device. If the result is None, a trial
+    must decide."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -239,7 +240,8 @@ _results: dict[tuple[str, str, str], str | None] = {}
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """Return the cached results of the operators' trials. Except on a CPU, trials run in another process."""
+    """Return the results of the trials of ``pairs`` (operator, element type), in the same order. Trials
+    without a cached result are run first: on a CPU in this process, otherwise in a child process."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):

@@ -1,5 +1,5 @@
-"""Run trials of fused operators in a child process, because a faulty operator may break the process or its
-device."""
+"""Run trials of fused operators in a child process, because a faulty operator can crash the process or break
+the device."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CARD_LOST = 70  # exit code of a child whose device stopped working
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
 """The results of a trial: pairs (fused result, unfused result)."""
 Trial = tuple[str, str]
-"""(``module:function``, element type)"""
+"""A trial: (``module:function``, element type)."""
 
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """Run trials in child processes. Return the failure of each trial as text, in the order of ``trials``;
-    None if it passed. ``device`` includes its number, for example ``gpu:0``."""
+    """Run trials in child processes. Return one item per trial, in order: the failure as text, or None if the
+    trial passed. ``device`` includes its number, for example ``gpu:0``."""
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()
@@ -49,8 +49,8 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Run trials in one child process. Return whether the first trial began, the results that were reported,
-    and how the process ended ("" if normally)."""
+    """Run trials in one child process. Return whether the first trial began, the results that the child
+    reported, and how the child ended ("" if normally)."""
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -75,8 +75,8 @@ def _end_of(code: int, errors: bytes) -> str:
 
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
-    """Run a trial. Return None if the fused and the plain results agree within tolerance, else a text: how
-    they differ, or the error of the trial."""
+    """Run a trial. Return None if the fused and the plain results agree within tolerance. Otherwise, return a
+    text that says how much they differ, or which error the trial raised."""
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:

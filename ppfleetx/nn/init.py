@@ -12,7 +12,7 @@ import numpy as np
 
 # Rows and columns of a tile. Changing them changes all initial weights.
 _TILE = (128, 512)
-# Reserved 256-bit counter values per tile, far more than its normal draws need.
+# Number of Philox counter values reserved for each tile, far more than its normal draws need.
 _COUNTERS_PER_TILE = 1 << 32
 
 

@@ -15,8 +15,8 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class LatentAttention(HeadAttention):
-    """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024). The cache holds the
-    compressed vectors and the rotary features of keys."""
+    """Causal multi-head latent attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024). The cache holds
+    the compressed vectors and the rotary features of keys."""
 
     def __init__(self, factory: LayerFactory, spec: LatentAttentionSpec, **options: Any) -> None:
         super().__init__(factory, spec, **options)
@@ -86,12 +86,12 @@ class LatentAttention(HeadAttention):
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
-        # All tensor-parallel ranks hold these features, so their gradients are summed over ranks. This order
-        # of dimensions makes the gradient contiguous, as collectives require.
+        # All tensor-parallel ranks hold these features, so their gradients are summed over the ranks. The
+        # order of the dimensions below makes the gradient contiguous, as collectives require.
         turning = self.factory.enter_head(turning)
         turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
         turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)
-        normed = self.kv_norm(compressed)  # float32 if the norm's weights are, at O1
+        normed = self.kv_norm(compressed)  # at O1, float32 like the norm's weights
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -147,9 +147,9 @@ class LatentAttention(HeadAttention):
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Return the projections from compressed vectors to keys, ``[heads, nope_head_dim, kv_rank]``, and to
-        values, ``[heads, kv_rank, value_head_dim]``. They are cached if weights do not change."""
-        # Adapters are added and removed as hooks; cached projections are valid for the hooks they were made
-        # with.
+        values, ``[heads, kv_rank, value_head_dim]``. If weights do not change, the projections are cached."""
+        # Adapters are added and removed as hooks. Cached projections are valid only while the hooks are the
+        # same as when the projections were computed.
         hooks = tuple(self.kv_up._forward_post_hooks)
         if self.to_keys is not None and self._kept_with == hooks:
             return self.to_keys, self.to_values

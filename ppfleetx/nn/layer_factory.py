@@ -61,8 +61,8 @@ def _matrix_of(linear: nn.Layer) -> ParamSpec:
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
-    """Return the layer factory of a plan. If ``train`` is False, weights must not change after their first
-    use."""
+    """Return the layer factory for the parallel plan of ``ctx``. If ``train`` is False, weights must not
+    change after their first use."""
     if ctx.size_of("mp") > 1:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
@@ -76,8 +76,8 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
-    """Return the expert exchange of this plan. The groups ``ep`` and ``emp`` exist only in a model with
-    experts."""
+    """Return the expert exchange for the parallel plan of ``ctx``. The groups ``ep`` and ``emp`` exist only
+    in a model with experts."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     return ExpertExchange(
         ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")
@@ -305,7 +305,7 @@ class TensorParallelFactory(LocalFactory):
             layer.mp_skip_c_identity = True  # skips a copy of the gradient
         elif self.exchange is not None:
             layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
-        elif not self.sequence_parallel:  # fleet uses c_identity, which plugins lack in bfloat16
+        elif not self.sequence_parallel:  # fleet's c_identity is missing in plugins for bfloat16
             layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
 
@@ -394,8 +394,8 @@ class TensorParallelFactory(LocalFactory):
     def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
 
-        # All ranks compute the same from the gathered tensor, so each takes its part of the gradient without
-        # a sum.
+        # All ranks compute the same values from the gathered tensor, so each rank takes its part of the
+        # gradient without a sum.
         return GatherOp.apply(hidden) if self.sequence_parallel else hidden
 
     def _position_groups(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Declarations of linear layers, norms and embeddings: parameters and cost, as plain data without Paddle."""
+"""Declarations of linear layers, norms and embeddings: parameters and cost. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class LayerSpec(Protocol):
     (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.activation_memory`)."""
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Declare each parameter by local name, with its global shape. With ``sequence_parallel``, gradients
-        computed from only part of the positions are declared as partial sums."""
+        """Return the declaration of each parameter, with its global shape, by local name. With
+        ``sequence_parallel``, gradients that are computed from only some of the positions are declared as
+        partial sums."""
 
 
 def within(layer: str, specs: Specs) -> Specs:
-    """Put the name of a sub-layer before the names of its parameters, ``specs``."""
+    """Return ``specs``, the parameters of the sub-layer ``layer``, with ``{layer}.`` before each name."""
     return {f"{layer}.{name}": spec for name, spec in specs.items()}
 
 
@@ -50,8 +51,8 @@ class LinearSpec:
 
     Attributes:
         in_features, out_features: sizes of the whole matrix.
-        cut: what tensor parallelism slices: output features (``columns``), input features (``rows``) or
-            nothing (``whole``).
+        cut: the dimension that tensor parallelism slices: output features (``columns``), input features
+            (``rows``) or none (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
         parts: the matrices that are fused into this one.
         of_trunk: whether the input of a ``whole`` linear has only this rank's positions under sequence
@@ -99,7 +100,8 @@ class LinearSpec:
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the linear layer for :mod:`ppfleetx.nn.activation_memory`."""
+        """Return the operations of the linear layer for the memory simulation
+        (:mod:`ppfleetx.nn.activation_memory`)."""
         gradients = self.gradient_bytes(work)
         read, size = (self._rows(work) * width * work.activation_bytes for width in self._here(work))
 
@@ -132,8 +134,8 @@ class NormSpec:
         gain: initial value of the gain.
         inside_heads: whether each head is normalized separately, with one gain shared by all heads.
         over_heads: whether the gain covers all heads together, so that tensor parallelism slices it.
-        head_size: only with ``over_heads``: size of a head, if each head is normalized separately with its
-            part of the gain; None: all heads are normalized as one vector.
+        head_size: size of a head, if each head is normalized separately with its part of the gain; None: all
+            heads are normalized as one vector. Only used with ``over_heads``.
         before_split: whether the input has all positions despite sequence parallelism.
     """
 

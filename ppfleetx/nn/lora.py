@@ -17,7 +17,7 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 class LoraBranch(nn.Layer):
     """A low-rank adapter ``scale * join(dropout(x) A) B`` with A ``[in, rank]`` and B ``[rank, out]``. For
-    experts, A and B have a leading dimension.
+    experts, A and B have a leading dimension of experts.
 
     Args:
         a, b: shapes of this rank's slices of A and B.
@@ -59,8 +59,8 @@ class LoraBranch(nn.Layer):
 
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
-    """Return ``stages`` with adapters on the linears selected by ``cfg``, and all else frozen. Replaces the
-    ``finish`` of each stage."""
+    """Return ``stages`` with adapters on the linears selected by ``cfg``, and with all other parameters
+    frozen. The ``finish`` of each stage is replaced."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

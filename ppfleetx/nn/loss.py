@@ -65,7 +65,8 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
     softmax, losses = _C_ops.cross_entropy_with_softmax(logits, columns, False, True, True, -100, -1)
     exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits).astype("float64")
     # Paddle's CPU kernel adds exponentials one by one in float32; over 50,000 columns its loss is about 1e-5
-    # too low. A row of its softmax adds up to the true sum divided by the kernel's, which corrects the loss.
+    # too low. The sum of a row of its softmax is the true sum of exponentials divided by the kernel's sum, so
+    # the logarithm of the row's sum corrects the loss.
     return exact + _row_sums(softmax).log() if softmax.place.is_cpu_place() else exact
 
 
@@ -123,13 +124,15 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, columns]`` if its logits are all finite, else NaN."""
+    """Return ``[s, b]``: 0 where all logits of a position in ``logits [s, b, columns]`` are finite, else
+    NaN."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
 
 
 class _HidePadding(PyLayer):
-    """Set the padding columns of the logits so low that they get neither probability nor gradient."""
+    """Autograd function that lowers the padding columns of the logits, so that they get no probability and no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: paddle.Tensor, true_vocab: int) -> paddle.Tensor:

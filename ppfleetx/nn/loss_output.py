@@ -13,8 +13,8 @@ import paddle
 from ppfleetx.utils.log import get_logger
 
 SAME_ON_MP = ("mp",)
-"""Axes on which results of the factory's ``token_loss`` and ``token_scores`` are the same: tensor
-parallelism."""
+"""The axes whose ranks get the same results from the factory's ``token_loss`` and ``token_scores``: only
+tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Sum:
     Attributes:
         value: sum over this rank's part of the micro batch, a scalar without a gradient.
         count: number of tokens (or other items) in the sum.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers. Along all other axes, the
-            numbers are summed.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same value and count. Along all other axes, both
+            are summed.
     """
 
     value: paddle.Tensor
@@ -51,7 +51,8 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as (loss sum, count), with a deprecation warning. Supported for one more version."""
+        """Yield the loss sum and the count, so that the output unpacks as a pair. This is deprecated, logs a
+        warning, and is supported for one more version."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()

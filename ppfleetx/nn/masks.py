@@ -1,4 +1,4 @@
-"""Attention masks, which are boolean and True where attention is allowed.
+"""Attention masks. A boolean mask is True where attention is allowed.
 
 The last query and the last key have the same position.
 """
@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import paddle
 
-# Below any real score and far from float32's and bfloat16's limits.
+# Lower than any real score, and far from the limits of float32 and bfloat16.
 _BLOCKED = -1e9
 
 
@@ -84,7 +84,7 @@ def cached_mask(
     """Return the mask of allowed pairs for queries that follow cached keys, ``[batch, 1, queries, keys]``.
 
     Args:
-        num_keys: number of columns of the cache. The last columns may be empty.
+        num_keys: number of columns of the cache. The last columns can be empty.
         visible: ``[batch, cached keys + queries]`` bool, whether a column belongs to its row's sequence.
         window: number of earlier visible columns that each query may attend to; None: all.
     """

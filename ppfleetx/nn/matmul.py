@@ -1,4 +1,4 @@
-"""The product of activations and a weight, with four independent options:
+"""Products of activations and weights, with four independent options:
 
 - ``cast_to``: multiply by a 16-bit copy of the weight, which is made once per step;
 - :class:`Exchange`: communication among tensor-parallel ranks that overlaps the backward pass;
@@ -6,7 +6,7 @@
 - ``defers``: compute the weight's gradient after the backward pass (Qi et al., "Zero Bubble Pipeline
   Parallelism", 2023).
 
-Only ``fused`` changes numbers, because it skips a rounding to 16 bits.
+Only ``fused`` changes the results, because it skips a rounding to 16 bits.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Exchange:
         return lambda: x
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start to sum the input's gradient over the ranks. The returned function waits for the sum and
-        returns it, in the shape of this rank's input. The sum may overwrite ``gradient``."""
+        """Start to sum the input's gradient over the ranks. Return a function that waits for the sum and
+        returns it, in the shape of this rank's input. ``gradient`` can be overwritten."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
 
 class ScatteredInput(Exchange):
-    """Communication for sequence parallelism: gathers the input, and reduce-scatters its gradient
+    """Communication for sequence parallelism: gathers the input, and reduce-scatters the input's gradient
     (Korthikanti et al., 2022, section 4.2.2)."""
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:
@@ -146,13 +146,14 @@ class Matmul:
         *,
         is_transposed: bool = False,
     ) -> paddle.Tensor:
-        """Multiply by a column-parallel weight, of which this rank has a slice. In the backward pass, the
-        input's gradient is reduced over the ranks while the weight's gradient is computed."""
+        """Multiply ``x`` by this rank's slice of a column-parallel weight. In the backward pass, the input's
+        gradient is reduced over the ranks while the weight's gradient is computed."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`: the 16-bit copy of ``parameter``
-        if copies are kept, else ``parameter`` itself. In bfloat16 on a CPU, it is always ``parameter``."""
+        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`. This is the 16-bit copy of
+        ``parameter`` if copies are kept, else ``parameter``. In bfloat16 on a CPU, it is always
+        ``parameter``."""
         return parameter.detach() if bfloat16.are_active() else self.value(parameter)
 
     def apart(
@@ -222,7 +223,8 @@ class Matmul:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager that keeps 16-bit copies of weights for reuse. Update no parameter inside it."""
+        """Context manager that keeps 16-bit copies of weights for reuse. Parameters must not change inside
+        it."""
         self._copies = {}
         try:
             yield
@@ -279,7 +281,7 @@ class Matmul:
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a backward pass, so that :meth:`run_next` may compute its weight gradients."""
+        """Mark the end of a backward pass, so that :meth:`run_next` can compute its weight gradients."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
@@ -292,8 +294,8 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Call the function ``call`` when all weights that the current backward pass has reached have their
-        gradients: inside :meth:`run_next` if gradients are deferred, else immediately."""
+        """Call the function ``call`` as soon as all weights that the current backward pass has reached have
+        their gradients. This is inside :meth:`run_next` if gradients are deferred, else immediately."""
         if self.defers:
             self._open.append(call)
         else:
@@ -409,7 +411,7 @@ class _GroupedWork(_Work):
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         """Multiply the rows of each group by the group's matrix. The result has the dtype that ``F.linear``
         returns under ``auto_cast``."""
-        # Find the dtype by a product of two numbers, because auto_cast depends on lists and levels.
+        # Find the dtype by a product of two numbers, because it depends on auto_cast's level and lists.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
             x, result = in_dtype(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
@@ -467,7 +469,7 @@ def _of_group(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
 
 
 class _WeightGradient:
-    """Computes a weight's gradient from input ``x`` and upstream gradient, at once or deferred."""
+    """Computes a weight's gradient from the input ``x`` and the upstream gradient, immediately or later."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
         self.work, self.x, self.upstream = work, x, upstream
@@ -479,7 +481,7 @@ class _WeightGradient:
 
 
 class _Matmul(PyLayer):
-    """Autograd function of a product. Its backward pass may defer the weight's gradient."""
+    """Autograd function of a product. Its backward pass can defer the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -518,8 +520,8 @@ class _Matmul(PyLayer):
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Compute the backward pass of a product: return the gradients of input and weight. The weight's gradient
-    is computed while the input's gradient is being reduced over the ranks."""
+    """Compute the backward pass of a product. Return the gradients of the input and the weight. The weight's
+    gradient is computed while the input's gradient is being reduced over the ranks."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None
     gathering = work.exchange.start_whole(x) if work.gathers_again else None
@@ -568,9 +570,9 @@ class _Given(PyLayer):
 
 def _give_gradient(rest: _WeightGradient) -> None:
     weight = rest.work.weight
-    is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: the owner has them
+    is_away = weight.is_leaf and not weight._is_initialized()  # stage 3: only the owner has the values
     if is_away:
-        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle reads its place
+        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle reads the weight's device
     with paddle.enable_grad():
         _Given.apply(weight, rest).backward()
     if is_away and weight._is_initialized():
@@ -580,7 +582,8 @@ def _give_gradient(rest: _WeightGradient) -> None:
 class _Holder:
     """Wraps a tensor to hide it from autograd."""
 
-    # Autograd treats a result that shares memory with a tensor argument as an in-place change.
+    # Without the wrapper, autograd would treat a result that shares memory with a tensor argument as an
+    # in-place change.
 
     def __init__(self, copy: paddle.Tensor) -> None:
         self.copy = copy

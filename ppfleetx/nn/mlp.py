@@ -19,8 +19,8 @@ _PROBE_WIDTH = 8  # width of the tensor that checks an activation's output shape
 
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
-    """GELU with the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
-    # Also without gradients, because recomputation must give the same bits.
+    """Apply GELU with the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
+    # Passes without gradients also use the operator, because recomputation must give the same bits.
     on_cpu = paddle.in_dynamic_mode() and x.place.is_cpu_place()
     if on_cpu and x.dtype == paddle.float32 and ops.are_available():
         return ops.gelu_tanh(x)
@@ -28,7 +28,7 @@ def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def quick_gelu(x: paddle.Tensor) -> paddle.Tensor:
-    """``x * sigmoid(1.702 x)``, elementwise."""
+    """Return ``x * sigmoid(1.702 x)``, elementwise."""
     return x * F.sigmoid(1.702 * x)  # Hendrycks and Gimpel 2016, section 2
 
 
@@ -39,7 +39,7 @@ def relu(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
-    """The square of the ReLU (So et al., 2021), elementwise."""
+    """Return the square of the ReLU (So et al., 2021), elementwise."""
     return relu(x).square()
 
 
@@ -102,8 +102,8 @@ class MLP(nn.Layer):
 
 
 def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
-    """Return the activation, after checking on a small tensor that its output width fits its registration."""
-    # Otherwise a matrix product would fail, with a message that does not mention activations.
+    """Return the activation. A trial on a small tensor checks that its output width fits its registration."""
+    # Without the check, a matrix product would fail with a message that does not mention activations.
     with paddle.no_grad():
         given = ACTIVATIONS.make(name, paddle.zeros([1, 1, _PROBE_WIDTH]), gives=paddle.Tensor)
     gated, width = ACTIVATIONS.traits(name).gated, given.shape[-1]

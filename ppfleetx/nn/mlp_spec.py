@@ -1,4 +1,4 @@
-"""Declarations of an MLP and of a mixture of experts: sizes, parameters and cost. No Paddle."""
+"""Declarations of an MLP and of a mixture of experts: sizes, parameters and cost. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MLPSpec:
     """Declaration of an MLP, ``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: class of the layer; a subclass may set another class.
+        layer: class of the layer; a subclass can set another class.
         ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs.
         activation: a value of ``Model.hidden_act``.
     """
@@ -62,8 +62,8 @@ class MLPSpec:
         yield self.fc2.operation("fc2", "mlp", work)
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the MLP for :mod:`ppfleetx.nn.activation_memory`. The output tensor is
-        named ``writes``; the names of intermediate tensors begin with it."""
+        """Return the operations of the MLP for the memory simulation (:mod:`ppfleetx.nn.activation_memory`).
+        The output tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
         fc1, active = f"{writes}: fc1", f"{writes}: active"
         return [
             *self.fc1.tape(work, fc1, reads),
@@ -106,7 +106,8 @@ class GroupedLinearSpec:
 
         def placed(shape: tuple[int, ...], init: Init, kind: str, emp: Placement) -> ParamSpec:
             of_parts = len(shape) - 1
-            # Only one rank along emp adds a bias that is not sliced, so only this rank has its gradient.
+            # A bias that is not sliced is added by only one rank along emp, so only this rank has the bias
+            # gradient.
             grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
             parts = tuple(replace(part, dim=of_parts) for part in one.parts)
             return ParamSpec(shape, init, kind, {"ep": Shard(0), "emp": emp}, grad, parts)
@@ -192,7 +193,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of elements in the matrices of the experts that one position does not use."""
+        """Number of matrix elements of the experts that are not chosen for a position."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -224,9 +225,9 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the mixture for :mod:`ppfleetx.nn.activation_memory`, on the rank with
-        the most rows for its experts. The result is named ``writes``; the names of intermediate tensors begin
-        with it."""
+        """Return the operations of the mixture for the memory simulation
+        (:mod:`ppfleetx.nn.activation_memory`), on the rank with the most rows for its experts. The output
+        tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each position to a few MLPs (experts) and sums their outputs.
+"""Mixture of experts: a router sends each position to a few MLPs (experts), whose outputs are summed.
 
 Shape letters: s positions of the hidden states on this rank, b sequences, h hidden size.
 """
@@ -30,9 +30,9 @@ class Router(nn.Layer):
     """Chooses the experts of each position, and counts how often each expert is chosen.
 
     Attributes:
-        seen: ``[2, experts]``, how often positions that count in the loss chose each expert in training,
-            since the last reset; None: no choices yet. Row 0 counts the actual choices, row 1 the choices
-            that the balancing loss uses.
+        seen: ``[2, experts]``, how often each expert was chosen in training since the last reset; None: no
+            choices yet. Row 0 counts the actual choices, row 1 the choices that the balancing loss uses. Only
+            positions that count in the loss are included.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -236,8 +236,8 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Copy each position's row of ``rows [positions, h]`` once for every expert that it goes to. Return
-        the copies, sorted by expert."""
+        """Copy the row of each position in ``rows [positions, h]`` once for each kept choice of an expert.
+        Return the copies, sorted by expert."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
@@ -267,7 +267,7 @@ class Order:
         Args:
             outputs: one row per kept choice, sorted by expert.
             weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
-                None: the sum is not weighted, and no choice may have been dropped.
+                None: the sum is not weighted. None is allowed only if no choice was dropped.
         """
         if self._kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
             return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)
@@ -280,13 +280,12 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values [positions, top_k]`` to a column that is sorted by expert and has no dropped
-        choices."""
+        """Convert ``values [positions, top_k]`` to a column ``[kept choices, 1]``, sorted by expert."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values``, one per kept choice and sorted by expert, to ``[positions, top_k]``. Dropped
-        choices get arbitrary values."""
+        """Convert ``values``, one per kept choice and sorted by expert, to ``[positions, top_k]``. The
+        entries of dropped choices are arbitrary."""
         if values.shape[0] == 0:
             return paddle.zeros(self._place.shape, values.dtype)
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
@@ -321,6 +320,6 @@ class _Combine(PyLayer):
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         outputs, weights = ctx.saved_tensor()
         order, rows = ctx.order, ctx.order.gather(upstream)
-        # A product with ones, because Paddle's CPU kernels are slow to sum rows.
+        # Rows are summed by a product with ones, because Paddle's CPU kernels sum rows slowly.
         of_weights = paddle.matmul(rows * outputs, paddle.ones([rows.shape[1], 1], rows.dtype))
         return rows * order.of_choices(weights), order.of_positions(of_weights)

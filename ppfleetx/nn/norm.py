@@ -26,7 +26,7 @@ class LayerNorm(nn.Layer):
         self.bias = self.create_parameter([size], is_bias=True)
 
     def gain(self) -> paddle.Tensor:
-        """The factor by which the normalized input is multiplied, ``[size]``."""
+        """Return the factor by which the normalized input is multiplied, ``[size]``."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -43,7 +43,7 @@ class LayerNormNoBias(LayerNorm):
 
 
 class LayerNorm1P(LayerNorm):
-    """:class:`LayerNorm` with gain ``1 + weight``. The sum is computed in float32."""
+    """:class:`LayerNorm` with the gain ``1 + weight``, which is computed in float32."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")
@@ -66,7 +66,7 @@ class RMSNorm(nn.Layer):
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
     def gain(self) -> paddle.Tensor:
-        """The factor by which the normalized input is multiplied, ``[size]``."""
+        """Return the factor by which the normalized input is multiplied, ``[size]``."""
         return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -126,7 +126,7 @@ class PerHeadNorm(nn.Layer):
 
 
 class RMSNorm1P(RMSNorm):
-    """:class:`RMSNorm` with gain ``1 + weight`` (Gemma Team, 2024). The sum is computed in float32."""
+    """:class:`RMSNorm` with the gain ``1 + weight`` (Gemma Team, 2024), which is computed in float32."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")
@@ -173,7 +173,7 @@ class _CpuNorm(PyLayer):
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         # With x̂ the normalized input, r the inverse deviation, g the gain and dy the upstream gradient:
         # dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy. Only LayerNorm has the term
-        # in brackets. Sums are matrix-vector products, which halve the time.
+        # in brackets. Sums are computed as matrix-vector products, which halves the time.
         x, weight = ctx.saved_tensor()
         if ops.are_available():
             found = ops.norm_gradients(x, weight, upstream, centered=ctx.centered, epsilon=ctx.epsilon)

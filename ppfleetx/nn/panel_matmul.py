@@ -1,6 +1,6 @@
 """Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-The matrix is stored in panels: contiguous blocks of columns, which MKL need not pack for each product.
+The matrix is stored in panels: contiguous blocks of columns. MKL does not have to pack them for each product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ppfleetx.utils.machine import available_fraction, back_by_huge_pages
 
 # Panels are faster for 2 to 512 rows with AVX-512, and for 2 to 64 rows with AVX2.
 MOST_ROWS = 512 if WIDTH == 48 else 64
-_MEMORY_LEFT = 0.25  # fraction of the machine's memory; with less, no panels are made
+_MEMORY_LEFT = 0.25  # panels are made only if more than this fraction of the machine's memory is available
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
@@ -30,8 +30,8 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """Multiply ``rows [count, in]``, which may have a leading dimension of 1, by
-    ``panels [panels, in, panel width]``. Return ``[count, panels * panel width]``."""
+    """Multiply ``rows``, ``[count, in]`` or ``[1, count, in]``, by ``panels [panels, in, panel width]``.
+    Return ``[count, panels * panel width]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
@@ -80,8 +80,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix in the format in which a fused block multiplies ``num_rows`` rows by it; None if
-        memory does not suffice.
+        """Return the matrix in the format that fused blocks use for ``num_rows`` rows; None if there is too
+        little memory for panels.
 
         Returns:
             The name of the format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and the array.

@@ -1,8 +1,8 @@
-"""Declarations of parameters, and what a parallel plan derives from them: slices, gradient reductions, owners
-and checkpoint writers. This module does not import Paddle.
+"""Declarations of parameters, and functions that derive slices, gradient reductions, owners and checkpoint
+writers from a declaration and a device mesh. This module does not import Paddle.
 
-A *view* arranges the ranks as a grid with named axes: dense parameters use one view, parameters of experts
-another.
+A *view* arranges the ranks as a grid with named axes. Dense parameters use one view, and parameters of
+experts use another.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ParamSpec:
         grad: maps an axis to the placement of the gradient after a backward pass. Along all other axes, the
             gradient is placed like the value.
         parts: the matrices or heads that the parameter consists of.
-        tie: key of the tie, if several stages of the model share the parameter.
+        tie: key of the tie, if several stages of the model share the parameter; else None.
         dtype: dtype in which the parameter is stored, if it differs from the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
@@ -143,7 +143,7 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
         ValueError: a dimension cannot be divided evenly.
     """
     at, count, index = mesh.coordinates(rank), [1] * len(spec.shape), [0] * len(spec.shape)
-    for axis in spec.view.axes:  # axes that shard the same dimension do so in this order
+    for axis in spec.view.axes:  # the order matters if several axes shard the same dimension
         placement = spec.placement(axis)
         if isinstance(placement, Shard):
             size = mesh.size_of(axis)
@@ -173,7 +173,7 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
     owners = dict.fromkeys((name for name in first if name in sizes), 0)
     loads = [(sum(sizes[name] for name in owners), 0), *((0, rank) for rank in range(1, num_ranks))]
     heapq.heapify(loads)
-    # From the largest to the smallest, each goes to the rank with the fewest elements so far.
+    # From the largest to the smallest, each parameter goes to the rank with the fewest elements so far.
     for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
         if name not in owners:
             load, owners[name] = loads[0]
@@ -184,9 +184,9 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
     """Return the groups over which a parameter's gradient is summed, in order. Each group is given by its
     axes. Under sharding, the reduction to the parameter's owner comes first and is not included."""
-    # The order affects the last bits. Replicas are summed in one group: two successive sums would add the
-    # numbers in different orders on different ranks. Tied copies (pp) come last, because a sum of two numbers
-    # does not depend on the order.
+    # The order affects the last bits. Replicas are summed in one group, because two successive sums would add
+    # the numbers in different orders on different ranks. Tied copies (pp) come last, because the sum of two
+    # numbers does not depend on the order.
     done = owner_axes(spec, mesh)
     rounds = ((spec.view.tensor,), spec.view.replicas, ("pp",))
     left = [tuple(a for a in axes if _sums_over(spec, a, mesh) and a not in done) for axes in rounds]
@@ -205,13 +205,14 @@ def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
 
 
 def may_lack_gradient(spec: ParamSpec) -> bool:
-    """Return whether a backward pass may leave the gradient None, as for an expert without tokens."""
+    """Return whether a backward pass can leave the gradient None, as for an expert without tokens."""
     return spec.trains and "ep" in spec.view.axes
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
     """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm."""
-    # Axes whose ranks have different gradients or parts of them. With ZeRO, only the owner has the gradient.
+    # These are the axes whose ranks have different gradients, or different parts of one. With ZeRO, only the
+    # owner has the gradient.
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
@@ -235,8 +236,8 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Of the ranks with the same
-    slice, exactly one does.
+    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Exactly one of the ranks
+    with the same slice does.
 
     Args:
         owns: whether the rank owns the parameter.
@@ -248,8 +249,8 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the axes of each process group that parameters with these declarations need, in the order in
-    which all ranks must create the groups."""
+    """Return the process groups that parameters with these declarations need, in the order in which all ranks
+    must create them. Each group is given by its axes."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -258,6 +259,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Remove duplicates from groups over which gradients are summed, each given by its axes, and sort them in
-    the order in which the sums are done."""
+    """Return the groups over which gradients are summed, without duplicates and in the order of the sums.
+    Each group is given by its axes."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

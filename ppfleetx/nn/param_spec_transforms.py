@@ -1,5 +1,5 @@
-"""Changes of a model's parameter declarations for adapters, fake quantization and quantized weights, without
-Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
+"""Change a model's parameter declarations for adapters, fake quantization and quantized weights. Does not
+import Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppfleetx.nn.layer_spec import Specs, within
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Shard, dense
 
 MATRICES = ("matrix", "head", "word_embedding")
-"""The kinds of parameters whose weights can be quantized."""
+"""The kinds of parameters that can be quantized."""
 _KINDS = {
     ("mp", Shard(1)): "ColumnParallelLinear",
     ("mp", Shard(0)): "RowParallelLinear",
@@ -88,8 +88,8 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """Declare a low-rank adapter of ``matrix [in, out]``: A ``[in, rank]``, sliced like the matrix's input
-    features, and B ``[rank, out]``, sliced like its output features."""
+    """Declare a low-rank adapter of ``matrix [in, out]``. A ``[in, rank]`` is sliced like the input features
+    of the matrix, and B ``[rank, out]`` like its output features."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -119,8 +119,8 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def linear_kind(matrix: ParamSpec) -> str | None:
-    """Return the name of a linear with this matrix in ``Compress.Quantization.quantizable_layer_type``; None
-    if tensor parallelism does not slice it."""
+    """Return the layer type of a linear with this matrix, as in
+    ``Compress.Quantization.quantizable_layer_type``; None if tensor parallelism does not slice the matrix."""
     axis = matrix.view.tensor
     return _KINDS.get((axis, matrix.placement(axis)))
 
@@ -136,7 +136,8 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """Declare the parameters of a fake quantizer of ``matrix``. All experts of a layer share them."""
+    """Declare the parameters ``names`` of the fake quantizer of ``matrix``. All experts of a layer share one
+    fake quantizer."""
     if len(matrix.shape) == 3:
         return {name: _number_of_experts(name) for name in names}
     cut = matrix.placement("mp")

@@ -22,7 +22,7 @@ class Rotary(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """The parts of a position embedding. With all defaults, the model has no position embedding.
+    """The parts of a position embedding. With the default values, the model has no position embedding.
 
     Attributes:
         table_rows: number of rows of a learned table that is added to the word embeddings; None: no table.
@@ -32,8 +32,8 @@ class Positions:
         rotary: rotates queries and keys in every block.
         local_rotary: replaces ``rotary`` in blocks with an attention window; None: no replacement.
         biases: whether blocks add linear biases to the scores (ALiBi).
-        switch_length: the longest sequence that uses the first of two sets of angles (LongRoPE); None: there
-            is only one set.
+        switch_length: largest length of a sequence that uses the first of LongRoPE's two sets of angles;
+            None: there is only one set.
     """
 
     table_rows: int | None = None
@@ -53,13 +53,13 @@ class Positions:
 
 
 def learned_absolute(cfg: ModelConfig) -> Positions:
-    """A learned vector for each position (Radford et al., 2018)."""
+    """Return the position embedding that has a learned vector for each position (Radford et al., 2018)."""
     rows = cfg.max_position_embeddings + cfg.position_offset
     return Positions(table_rows=rows, offset=cfg.position_offset)
 
 
 def rope(cfg: ModelConfig) -> Positions:
-    """Rotary positions (Su et al., 2021), scaled according to ``Model.rope_scaling``."""
+    """Return the rotary position embedding (Su et al., 2021), scaled according to ``Model.rope_scaling``."""
 
     def turning(base: float, scaling: RopeScalingConfig | None) -> RotaryEmbedding:
         return RotaryEmbedding(
@@ -76,10 +76,12 @@ def rope(cfg: ModelConfig) -> Positions:
 
 
 def alibi(cfg: ModelConfig) -> Positions:
-    """Linear biases (ALiBi, Press et al., 2022): scores decrease linearly with the distance."""
+    """Return the position embedding by linear biases (ALiBi, Press et al., 2022): scores decrease linearly
+    with the distance."""
     return Positions(biases=True)
 
 
 def none(cfg: ModelConfig) -> Positions:
-    """No position embedding: only the causal mask makes attention depend on the order."""
+    """Return the parts of a model without position embedding. Only the causal mask makes attention depend on
+    the order of tokens."""
     return Positions()

@@ -5,7 +5,7 @@ Parameters of a linear ``[in, out]`` whose input features are divided into group
 
 - ``weight`` in 8 bits: int8 ``[in, out]``
 - ``weight`` in 4 bits: uint8 ``[in / 2, out]``, two's complement; each byte holds an even input feature in
-  its low half, and the next one in its high half
+  its low half, and the next input feature in its high half
 - ``scale``, symmetric: float32 ``[groups, out]``
 - ``scale``, asymmetric: float16 ``[2 * groups, out]``, scale and offset of each group alternating; a weight
   is ``integer * scale + offset``
@@ -39,7 +39,7 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
-_GPU_MULTIPLE = 64  # divisor of input and output features
+_GPU_MULTIPLE = 64  # the GPU kernel needs input and output features that are multiples of this
 _ZEROS = nn.initializer.Constant(0.0)
 
 
@@ -75,8 +75,8 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether inputs are rounded, and the matrix has one scale per column and no offsets. The product can
-        then be computed on integers."""
+        """Whether the product can be computed on integers: inputs are rounded, and the matrix has one scale
+        per column and no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
@@ -131,7 +131,7 @@ class QuantizedMatrix:
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """Return ``x [..., in] @ matrix + bias``. Only ``x`` may have a gradient."""
+        """Return ``x [..., in] @ matrix + bias``. Only ``x`` gets a gradient."""
         if _wants_gradient(x):
             product = _FrozenProduct.apply(x, self)
             return product if bias is None else add_smaller(product, bias)
@@ -151,8 +151,8 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
-        If inputs are rounded too, the returned matrix may lack the scales: multiply by it only through
-        :meth:`rescaled`, which applies them."""
+        If inputs are also rounded, the result does not always include the scales, and must be used only
+        through :meth:`rescaled`, which applies them."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -180,7 +180,8 @@ class QuantizedMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
-        """Return the compute capability (e.g. 80) if Paddle's 8-bit kernel can multiply ``x``, else None."""
+        """Return the GPU's compute capability (e.g. 80) if Paddle's 8-bit kernel can multiply ``x`` by the
+        matrix, else None."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form.bits != 8 or self.rounds_activations or not fits or not on_gpu():
             return None
@@ -201,7 +202,7 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """Product with a quantized matrix. The gradient of ``x`` ignores that ``x`` may have been rounded."""
+    """Product with a quantized matrix. If ``x`` is rounded, its gradient is computed as if it were not."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -359,12 +360,12 @@ class QuantizedEmbedding(nn.Layer):
 def with_quantized_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """Return the ``stages`` of a model with linears and word embedding quantized as ``Compress.Weights``
-    (``cfg``) configures. If ``cfg`` is None, they are unchanged."""
+    """Return ``stages`` with linears and word embedding quantized according to ``cfg``, the section
+    ``Compress.Weights``. If ``cfg`` is None, return the stages unchanged."""
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)
-    # Adapters attach in a later ``finish``, hence to the new layers.
+    # Adapters are attached later, by ``finish``, and therefore to the new layers.
     return [stage.extended(put) for stage in stages]
 
 
@@ -397,7 +398,8 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
 def _stored(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Create parameters for integers and scales of a matrix ``[in, out]`` or ``[experts, in, out]``."""
+    """Create the parameters that store the integers and the scales of a matrix ``[in, out]`` or
+    ``[experts, in, out]``."""
     *experts, rows, columns = matrix.shape
     whole = matrix.spec.shape[-2]
     if form.group_size is not None and rows % form.group_size:

@@ -16,8 +16,8 @@ import paddle
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function without keeping activations; the backward pass runs it again with the same random
-    numbers and context variables.
+    """Run a function without keeping its activations. The backward pass runs the function again, with the
+    same random numbers and context variables.
 
     Args:
         function: a function whose result depends only on ``args``, parameters and random numbers.
@@ -27,8 +27,8 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
     context, runs = copy_context(), count()
 
-    # A plain function, because fleet rejects signatures with keyword-only parameters, as of a partial with a
-    # keyword.
+    # A plain function, because fleet rejects signatures with keyword-only parameters. A partial with a
+    # keyword argument has such a signature.
     def run(*given: Any) -> Any:
         return context.run(_again, function, given) if next(runs) else function(*given)
 
@@ -36,7 +36,7 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_recomputing() -> bool:
-    """Return whether this code runs for the second time, in a backward pass that recomputes it."""
+    """Return whether the running code is being recomputed in a backward pass."""
     return _RECOMPUTING.get()
 
 

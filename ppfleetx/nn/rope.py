@@ -27,8 +27,8 @@ class RotaryEmbedding:
         interleaved: whether neighboring features form a pair; otherwise, a pair has one feature of each half.
 
     Attributes:
-        switch_length: the longest sequence that uses the first of two sets of angles (LongRoPE); None: there
-            is only one set. With two sets, all ``position_ids`` must come from :func:`places`.
+        switch_length: largest length of a sequence that uses the first of LongRoPE's two sets of angles;
+            None: there is only one set. With two sets, all ``position_ids`` must come from :func:`places`.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -77,7 +77,7 @@ class RotaryEmbedding:
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
-        if of_plugin is not None:  # takes the same angles for all sequences, so join them into one
+        if of_plugin is not None:  # uses the same angles for all sequences, so join the sequences into one
             tables = [
                 paddle.concat([t, t], axis=-1).reshape([1, -1, 1, size]) for t in self.cos_sin(position_ids)
             ]
@@ -166,7 +166,7 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the cos and sin tables that all layers share, ``[rows, head_dim / 2]``. Each row is for one
+    """Return the cos and sin tables that all layers share, ``[rows, head_dim / 2]``, with one row per
     position. With LongRoPE, the first ``switch_length`` rows are for short sequences, and the next
     ``max_positions`` rows for long sequences."""
     frequency = inverse_frequencies(head_dim, base, scaling)

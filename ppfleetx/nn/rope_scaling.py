@@ -50,8 +50,8 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor of the scores in DeepSeek's latent attention with scaled rotary frequencies. It
-    applies in addition to the factor of cos and sin (:func:`attention_factor`)."""
+    """Return the factor of the scores in DeepSeek's latent attention with scaled rotary frequencies. The
+    factor of cos and sin (:func:`attention_factor`) applies in addition."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2
@@ -62,11 +62,11 @@ def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
-    """Return how far each frequency is scaled: from 0 (unchanged) to 1 (divided by the full factor)."""
+    """Return how strongly each frequency is scaled: from 0 (unchanged) to 1 (divided by the full factor)."""
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":
-        # over a sequence of the original length
+        # full rotations over a sequence of the original length
         turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         return 1 - np.clip((turns - low) / (high - low), 0, 1)
@@ -75,8 +75,8 @@ def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig)
 
 
 def _yarn_bounds(head_dim: int, base: float, scaling: RopeScalingConfig) -> tuple[float, float]:
-    """Return the frequency indices between which YaRN interpolates. It keeps the frequencies at lower
-    indices, and divides those at higher indices by the full factor."""
+    """Return the two frequency indices between which YaRN interpolates. YaRN keeps the frequencies at lower
+    indices, and divides the frequencies at higher indices by the full factor."""
 
     def index_of(turns: float) -> float:
         length = scaling.original_max_position_embeddings

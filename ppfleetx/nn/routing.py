@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 
 from ppfleetx.config.sections.moe import RouterConfig
 
-_TINY = 1e-20  # as in DeepSeek-V3; the sigmoids of all chosen experts may be 0
+_TINY = 1e-20  # as in DeepSeek-V3; the sigmoids of all chosen experts can be 0
 
 
 class Routing(NamedTuple):
@@ -125,8 +125,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Return the ``bias`` of each expert, raised by ``rate`` if the expert's load is below the mean of
-    ``loads [experts]``, and lowered by ``rate`` if it is above."""
+    """Return the updated ``bias [experts]`` for the loads ``[experts]``. The bias of an expert is raised by
+    ``rate`` if its load is below the mean, and lowered by ``rate`` if its load is above the mean."""
     return bias + rate * (loads.mean() - loads).sign()
 
 
@@ -144,8 +144,11 @@ def within_capacity(
     must be on this rank.
 
     Args:
-        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Other positions are never dropped.
+        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Choices of positions with 0 are
+            never dropped.
         factor: limit of an expert's choices in a sequence, as a multiple of the mean over the experts.
+        policy: the choices that an expert keeps: of the first positions (``position``), or with the largest
+            weights (``probs``).
     """
     chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
     if policy == "position":
@@ -154,6 +157,6 @@ def within_capacity(
         order = paddle.zeros_like(chosen).put_along_axis(choice, weights, -1) * chosen
         place = order.argsort(0, descending=True, stable=True).argsort(0) + 1.0
     limit = factor * choice.shape[-1] / num_experts * counts.sum(0)
-    limit = (limit * (1 - 1e-6)).ceil().reshape([1, -1, 1])  # float32 rounding may exceed an integer
+    limit = (limit * (1 - 1e-6)).ceil().reshape([1, -1, 1])  # float32 can round to just above an integer
     dropped = (chosen * (place > limit).astype(chosen.dtype)).take_along_axis(choice, -1)
     return 1.0 - dropped

@@ -47,8 +47,8 @@ class Tie:
         attribute: name of the attribute of each stage's layer that holds the sub-layer.
     """
 
-    # The sub-layer may hold only shared parameters: in its copy on another pipeline rank, others would get no
-    # gradient.
+    # All parameters of the sub-layer must be shared. A parameter that is not shared would get no gradient in
+    # the copy on another pipeline rank.
     key: str
     attribute: str
 
@@ -63,9 +63,9 @@ class Stage:
             tensors (in the last stage, to one tensor).
         kwargs: arguments of the class.
         tie: the sub-layer that is shared with other stages.
-        wraps: whether the layer contains only one sub-layer, with the name of the stage. The name then occurs
-            once in names of parameters: ``head.weight``, not ``head.head.weight``.
-        finish: function that may modify the new layer before its parameters get names and values.
+        wraps: whether the layer contains only one sub-layer, with the name of the stage. Names of parameters
+            then contain the name only once: ``head.weight``, not ``head.head.weight``.
+        finish: function that can modify the new layer before its parameters get names and values.
     """
 
     name: str
@@ -88,7 +88,7 @@ def _finish_both(first: Finish, then: Finish | None, layer: nn.Layer, name_of: N
 
 
 class LayerFactory(Protocol):
-    """Makes the layers whose parameters a parallel plan may slice. Callers pass global sizes.
+    """Makes the layers whose parameters a parallel plan can slice. Callers pass global sizes.
 
     Attributes:
         attention: the context-parallel strategy of attention.
@@ -112,15 +112,15 @@ class LayerFactory(Protocol):
         """Return how many of ``count`` equal parts are on this rank. ``what`` names the parts in errors."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
-        """Attach the declaration ``spec`` to a parameter that a layer created itself. The parameter has the
-        shape of this rank's slice."""
+        """Attach the declaration ``spec`` to a parameter that a layer has created itself. The parameter must
+        have the shape of this rank's slice."""
 
     def linear(self, spec: LinearSpec) -> nn.Layer:
         """Make a linear layer; see :class:`LinearSpec` for its slicing."""
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
-        """Make the linear layers of the experts on this rank. If experts are sliced, they hold this rank's
-        slices."""
+        """Make the linear layers of the experts on this rank. If experts are sliced, the layers hold this
+        rank's slices."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """Make a linear's fake quantizer. With ``follows``, training updates the scale of its input."""
@@ -147,7 +147,7 @@ class LayerFactory(Protocol):
         """Keep this rank's positions of the embedding's output ``[s, b, h]`` under sequence parallelism."""
 
     def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Gather the blocks' output ``[s, b, h]`` at all positions, for layers that all ranks compute."""
+        """Gather the blocks' output ``[s, b, h]`` at all positions, for layers that every rank replicates."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Return the hidden states as the head's input. Under sequence parallelism, all positions are
@@ -161,13 +161,14 @@ class LayerFactory(Protocol):
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Return the sum of ``values`` over the ranks that hold different positions of the same sequences.
-        All of these ranks must compute the same loss from the sum."""
+        All these ranks must compute the same loss from the sum."""
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the part of ``values [s, ...]``, which cover whole sequences, at this rank's positions."""
+        """Return the part of ``values [s, ...]`` at this rank's positions. ``values`` covers whole
+        sequences."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
@@ -238,7 +239,7 @@ def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
-    """Draw the initial values, in float32, of a parameter, which must already have its name."""
+    """Draw the initial values (float32) of a parameter. The parameter must already have its name."""
     info: ParamInfo = parameter.info
     return paddle.to_tensor(
         draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
@@ -256,7 +257,8 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Forward hook of a frozen first layer, whose output must require a gradient for recomputation."""
+    """Make the output of a frozen first layer require a gradient, which recomputation needs. This is a
+    forward hook."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

@@ -80,7 +80,8 @@ class RoundTrip:
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """Send the experts' outputs back. Return them in the order in which the rows were dispatched."""
+        """Send the experts' outputs back. Return the outputs for this rank's rows, in the order in which the
+        rows were dispatched."""
         return outputs
 
 
@@ -101,8 +102,9 @@ class _Travel(RoundTrip):
         return _Return.apply(outputs, self._route)
 
 
-# With two levels, a rank sends the rows for all experts of a node to the rank with the same place (index in
-# its node) there, which forwards them. Experts receive the same rows in the same order as with one level.
+# The place of a rank is its index in its node. With two levels, a rank sends the rows for the experts of a
+# node to the rank of that node with the same place, which forwards the rows within the node. Experts receive
+# the same rows in the same order as with one level.
 @dataclass(frozen=True)
 class Route:
     """How many rows the ranks send and receive on the way to the experts and back. In an exchange with one
@@ -134,15 +136,15 @@ class Route:
         Args:
             counts: ``[experts]``, this rank's number of rows for each expert.
         """
-        # One exchange for each process group, and only one wait of the host for the device.
+        # There is one exchange for each process group, and the host waits for the device only once.
         (nodes, node), (places, place), (slices, _) = map(_size_and_rank, (between, within, emp))
         num_experts, to_itself = counts.shape[0], np.zeros([nodes, places], np.int64)
         to_itself[node, place] = 1
         passing = _exchanged(counts, between)
         table = passing.reshape([nodes, places, -1]).transpose([1, 0, 2])
         table = _exchanged(table.reshape([-1]), within)
-        # A rank that would send, forward or receive no rows sends itself a row of zeros for its last expert:
-        # Paddle's collectives and operators do not accept empty tensors on every device.
+        # A rank that would send, forward or receive no rows sends itself a row of zeros for its last expert,
+        # because Paddle's collectives and operators do not accept empty tensors on every device.
         lacks = paddle.logical_or(counts.sum() == 0, table.sum() == 0)
         if within is not None:
             lacks = paddle.logical_or(lacks, passing.sum() == 0)
@@ -180,7 +182,8 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that any rank along ``emp`` receives. These ranks slice the same experts."""
+        """Largest number of rows that a rank along ``emp`` receives. The ranks along ``emp`` slice the same
+        experts."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -204,8 +207,8 @@ class Route:
 
     @cached_property
     def _as_gathered(self) -> paddle.Tensor:
-        """Indices that undo the sort by expert (:attr:`_order`). In the result, padding follows each rank's
-        rows. Rows of padding are not used, and get an arbitrary index."""
+        """Indices that undo the sort by expert (:attr:`_order`). In the result, the rows of each rank are
+        followed by padding, whose values are arbitrary and unused."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -219,9 +222,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Forward the rows from the exchange between nodes to the ranks of this node that have their experts.
-        Return the rows that this rank gets, sorted by expert. Ranks that slice the same experts get the same
-        rows."""
+        """Forward the rows that this rank received in the exchange between nodes to the ranks of this node
+        that have the rows' experts. Return the rows for this rank's experts, sorted by expert. Ranks that
+        slice the same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -231,8 +234,8 @@ class Route:
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Undo :meth:`spread`: send the outputs of this rank's experts back to the ranks that forwarded the
-        rows. Outputs of ranks that slice the same experts are summed. Return an output for each row that this
-        rank passed to :meth:`spread`, in the same order."""
+        rows, and sum the outputs of ranks that slice the same experts. Return one output for each row that
+        this rank passed to :meth:`spread`, in the same order."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -262,8 +265,8 @@ class Message:
         self._finish: Callable[[], paddle.Tensor] | None = None
 
     def start(self, rows: paddle.Tensor, sent: np.ndarray, received: np.ndarray, group: Any) -> paddle.Tensor:
-        """Start to exchange ``rows`` among the ranks of ``group``. The returned tensor holds the received
-        rows after :meth:`wait`. Without a group, ``rows`` is returned."""
+        """Start to exchange ``rows`` among the ranks of ``group``. Return the tensor that will hold the
+        received rows after :meth:`wait`; without a group, return ``rows``."""
         if group is None:
             self._finish = lambda: rows
             return rows
@@ -300,8 +303,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
         table: number of rows, as in :class:`Route`.
         stride: the rows that arrived at rank ``j`` along ``emp`` start at index ``j * stride``.
     """
-    # Rows arrive ordered by slice, place, node and expert; each expert's rows are then ordered by slice, node
-    # and place.
+    # Rows arrive ordered by slice, place, node and expert. In the result, the rows of each expert are ordered
+    # by slice, node and place.
     slices = len(table)
     lengths = table.reshape(slices, -1)
     begins = lengths.cumsum(1) - lengths + stride * np.arange(slices)[:, None]

@@ -13,7 +13,7 @@ import paddle
 from ppfleetx.distributed.collectives import sum_gathered
 from ppfleetx.nn.chunked_loss import DeferredLogits
 
-# Rows of logits processed at a time, because temporaries are as large as the rows' logits.
+# Number of rows of logits that are processed at a time. Temporary tensors are as large as these rows.
 _BLOCK_ROWS = 128
 
 
@@ -34,8 +34,9 @@ def token_scores(
             same results. None: this rank has all columns.
 
     Returns:
-        Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
-            Of equal logits, the first counts as the most likely. Logits that are NaN or +inf give NaN.
+        Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, the results are 0 and
+            True. If several logits are the highest, the first one counts as the most likely. Logits that are
+            NaN or +inf give NaN.
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_scores, true_vocab=true_vocab, group=group)

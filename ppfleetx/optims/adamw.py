@@ -12,9 +12,9 @@ from ppfleetx.distributed.device import moves_powers
 from ppfleetx.optims.rule import ParamView, Rule, StateSpec, as_tensor
 
 _CHUNK = 1 << 16
-"""The number of elements that one block of threads processes."""
+"""The number of elements that one thread block processes."""
 _LARGEST = (1 << 31) - 1
-"""Most elements of a tensor, because the fused kernel counts them in 32 bits."""
+"""The largest number of elements of a tensor in the fused kernel, which counts them in 32 bits."""
 STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
 Powers = tuple[float, float]
 
@@ -40,7 +40,7 @@ class AdamW(Rule):
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         rate, betas = as_tensor(lr, group[0].value), (self.cfg.beta1, self.cfg.beta2)
         options = {"betas": betas, "epsilon": self.cfg.epsilon, "weight_decay": weight_decay}
-        # On a GPU, most of the time of single calls would be launch overhead.
+        # On a GPU, one call per parameter would spend most of its time on the kernel launch.
         fused = [view for view in group if self.fused and _fits(view)]
         self._learn_powers(fused)
         # The fused GPU kernel applies the powers of the first parameter to all parameters of a call.
@@ -105,8 +105,8 @@ def fused_adamw(
 ) -> None:
     """Apply one step of AdamW to float32 tensors in place. The learning rate ``lr`` has shape ``[1]``.
 
-    ``states`` are four sequences with one tensor per parameter: first moments, second moments, powers of
-    beta1, and powers of beta2. Each power has shape ``[1]``, and is at first the beta itself.
+    ``states`` has four sequences with one tensor per parameter: first moments, second moments, powers of
+    beta1, and powers of beta2. Each power has shape ``[1]``. Its initial value is the beta itself.
     """
     moments1, moments2, powers1, powers2 = states
     _C_ops.fused_adam_(
@@ -133,7 +133,7 @@ def fused_adamw(
 
 def _powers(views: list[ParamView]) -> list[Powers]:
     """Return a pair for each parameter: its powers of beta1 and beta2. Parameters with equal pairs are
-    updated in one fused call. On a CPU, every pair is (0, 0), because the kernel there updates parameters
+    updated in one fused call. On a CPU, every pair is (0, 0), because the CPU kernel can update parameters
     with different powers in one call."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)

@@ -24,16 +24,16 @@ def build_optimizer(
     num_layers: int = 0,
     width_multiplier: float = 1.0,
 ) -> Optimizer:
-    """Build the optimizer of section ``Optimizer`` for (canonical name, parameter) pairs. Frozen parameters
-    (``stop_gradient``) are ignored.
+    """Build the optimizer of section ``Optimizer``.
 
     Args:
+        named_params: (canonical name, parameter) pairs. Frozen parameters (``stop_gradient``) are ignored.
         num_layers: number of blocks of the whole model, for layer-wise learning-rate decay.
         width_multiplier: model width divided by ``Model.mup_base_width``, the width of the base model.
 
     Raises:
-        ConfigError: the optimizer is not registered, or was registered with a wrong number of states. Or it
-            needs whole matrices, but tensor parallelism splits them and the states are kept in host memory.
+        ConfigError: the optimizer is not registered; it was registered with a wrong number of states; or it
+            needs whole matrices, but tensor parallelism slices them and the states are in host memory.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)
@@ -73,8 +73,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the registered optimizer: one group for a registered rule, or the groups
-    that a registered function returns."""
+    """Return the parameter groups of the registered optimizer. A registered rule gives one group; a
+    registered function returns its groups."""
     part = OPTIMIZERS.load(cfg.name)
     own = OPTIMIZERS.traits(cfg.name).options
     cfg = cfg.model_copy(update={"options": {key: cfg.options[key] for key in own if key in cfg.options}})

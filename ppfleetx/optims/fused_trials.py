@@ -17,7 +17,7 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Run the same AdamW steps with the fused multi-tensor kernel and with the single-tensor kernel. Yields
+    """Run the same AdamW steps with the fused multi-tensor kernel and with the single-tensor kernel. Yield
     pairs (fused result, unfused result) to compare."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)

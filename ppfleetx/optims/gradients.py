@@ -16,13 +16,13 @@ from paddle import Tensor, _C_ops
 from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 
 _SMALL = 1 << 16
-"""Gradients with fewer elements are concatenated for the norm, because a kernel launch on a GPU takes longer
-than their norm."""
+"""Gradients with fewer elements are concatenated before their norm is computed. On a GPU, a kernel launch for
+each of them would take longer than the computation."""
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the parameter's gradient, to read or change in place; None if it has none. A strided gradient is
-    made contiguous first, because collectives and multi-tensor kernels cannot handle it."""
+    """Return the parameter's gradient, to read or change in place; None if it has no gradient. A strided
+    gradient is made contiguous first, because collectives and multi-tensor kernels require this."""
     main = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main is None else main
     return None if gradient is None else gradient.contiguous()
@@ -41,8 +41,8 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def is_in_use(parameter: Tensor) -> bool:
-    """Return whether training steps use the parameter at present. If not, it gets no gradient, and reductions
-    leave it out. The answer is the same on all ranks."""
+    """Return whether training steps currently use the parameter. A parameter that is not in use gets no
+    gradient, and reductions skip it. The result is the same on all ranks."""
     return not getattr(parameter, "is_idle", False)
 
 
@@ -67,10 +67,10 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient (zeros if it has none) and remove it from the parameter."""
+    """Remove the gradient from the parameter and return it; zeros if the parameter has no gradient."""
     gradient = complete_gradient(parameter)
     if getattr(parameter, "main_grad", None) is None:
-        # Dropping the gradient empties the tensor that `grad` returned, so share its memory with another one.
+        # Dropping the gradient empties the tensor that `grad` returned. A new tensor keeps its memory.
         taken = paddle.empty(gradient.shape, gradient.dtype)
         gradient._share_buffer_to(taken)
         gradient = taken
@@ -79,8 +79,8 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to the parameter's gradient. If it has none, ``gradient`` itself becomes its gradient,
-    without a copy."""
+    """Add ``gradient`` to the parameter's gradient. If the parameter has no gradient, ``gradient`` itself
+    becomes its gradient, without a copy."""
     with paddle.no_grad():
         there = gradient_of(parameter)
         if there is not None:
@@ -104,7 +104,7 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
     """Return the sum of squares of all gradients, a float64 tensor of shape []. A tied parameter counts once;
     a parameter without a gradient counts as zero."""
     # The kernel sums in blocks of float32, which is accurate. The sum over parameters is in float64, so that
-    # it does not depend on how they are grouped.
+    # it does not depend on how the parameters are grouped.
     squares = squares_of(list(_gradients(params)), ops)
     if not squares:
         return paddle.zeros([], dtype="float64")
@@ -135,9 +135,9 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
 def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
-    """Clip the gradients: scale all in place so that their global norm, given as ``norm``, is at most
-    ``max_norm``. They stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite."""
-    # A factor from a norm that is not finite would hide the bad gradient from the caller.
+    """Clip the gradients to the global norm ``max_norm``: scale all in place if ``norm``, their global norm,
+    is larger. Gradients stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite."""
+    # Scaling by a norm that is not finite would hide the bad gradient from the caller.
     if not max_norm or not math.isfinite(norm):
         return
     # Megatron's factor

@@ -41,8 +41,8 @@ COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
         (2.7215, -3.0494, 1.3169),
     ],
 }
-"""Coefficients (a, b, c) of each Newton-Schulz iteration (Jordan et al., 2024; Amsel et al., 2025; Boissin et
-al., 2025)."""
+"""Coefficients (a, b, c) of each Newton-Schulz iteration, by the name of the table (Jordan et al., 2024;
+Amsel et al., 2025; Boissin et al., 2025)."""
 
 
 class Muon(Rule):
@@ -86,8 +86,8 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one of the matrices in a fused weight. With ``head_dim``, orthogonalize each head
-        separately."""
+        """Orthogonalize one of the matrices in a fused weight. If ``head_dim`` is given, orthogonalize each
+        head separately."""
         # piece: [..., in, runs, width]. The matrix's columns form `runs` groups of `width` adjacent columns
         # of the weight.
         if head_dim is None:

@@ -28,7 +28,7 @@ class UpdatePlace:
     Attributes:
         multi_precision: whether to keep float32 master weights of 16-bit parameters.
         on_host: whether to keep all states in host memory and update there.
-        fused: whether rules may update many parameters in one kernel.
+        fused: whether rules can update many parameters in one kernel.
         group_of: returns this rank's process group along an axis; None if the axis has one rank.
     """
 
@@ -40,8 +40,8 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. If ``weight_decay`` is None, the weight decay that the caller
-    passes to each step applies."""
+    """Parameters that are updated together. If ``weight_decay`` is None, the weight decay passed to each step
+    applies."""
 
     rule: Rule
     lr_factor: float
@@ -84,21 +84,21 @@ class Optimizer:
             group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Restrict updates and states to the parameters for which ``owned`` returns True, as sharding does.
-        ``updated`` is called at the end of each :meth:`step`."""
+        """Restrict updates and states to the parameters for which ``owned`` returns True. Sharding uses this.
+        The function ``updated`` is called at the end of each :meth:`step`."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use float32 tensors, by canonical name, as master weights of 16-bit parameters. Missing master
-        weights are copied from the parameters."""
+        """Use ``masters``, float32 tensors by canonical name, as master weights of 16-bit parameters. Missing
+        master weights are copied from the parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
     def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient. ``weight_decay=None`` stands for the weight decay of
-        the previous step."""
+        """Update all parameters that have a gradient. If ``weight_decay`` is None, the weight decay of the
+        previous step applies."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
         for each in self._members:
@@ -201,12 +201,12 @@ def _is_16_bit(param: Tensor) -> bool:
 
 
 def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the trainable parameters. A tied parameter that is listed twice is returned once."""
+    """Return the trainable parameters. A tied parameter that is listed twice appears once."""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
 
 
-# -- updates on the CPU of parameters on a device (offload), with states in host memory
+# -- offload: parameters on a device are updated on the CPU, with states in host memory
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from ppfleetx.nn.param_spec import ParamSpec
 
 
 def decays(name: str, global_shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices, including embeddings, but not to
-    biases and norm gains (Megatron's rule). ``global_shape`` is its shape before it is split between
-    ranks."""
+    """Return whether weight decay applies to a parameter. It applies to matrices, including embeddings, but
+    not to biases and norm gains (Megatron's rule). ``global_shape`` is the shape before the parameter is
+    split between ranks."""
     return not (name.endswith(".bias") or len(global_shape) <= 1)
 
 
@@ -26,14 +26,14 @@ def takes_all(spec: ParamSpec) -> bool:
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Return whether a parameter is a weight matrix inside a transformer block, but not of a router or an
-    adapter."""
+    """Return whether a parameter is a weight matrix inside a transformer block. Matrices of routers and
+    adapters are excluded."""
     return is_block_matrix(spec.name, spec.kind)
 
 
 MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, "AdamW": takes_all}
-"""For ``Optimizer.name: Muon``: the rules, each with the parameters that it accepts. A parameter belongs to
-the first rule that accepts it."""
+"""The update rules of ``Optimizer.name: Muon``, by name. Each comes with a function that returns whether the
+rule accepts a parameter. A parameter belongs to the first rule that accepts it."""
 
 
 def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
@@ -65,8 +65,10 @@ def group_rows(
     cfg: OptimizerConfig, specs: Iterable[ParamSpec], origins: Mapping[str, str] = MappingProxyType({})
 ) -> list[GroupRow]:
     """Return the rows of the table of parameter groups that ``--check`` prints: first for the groups of
-    ``Optimizer.groups``, then for all other parameters of the model. ``origins`` has the places of keys, for
-    messages.
+    ``Optimizer.groups``, then for all other parameters of the model.
+
+    Args:
+        origins: the place of each configuration key that was set, for error messages.
 
     Raises:
         ConfigError: a group or one of its patterns matches no trainable parameter, or Muon has no matrix to

@@ -1,4 +1,4 @@
-"""The interface of optimizers: update rules and the states that they keep."""
+"""The interface of an optimizer's update rules, and of the states that the rules keep."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class StateSpec:
 
 @dataclass
 class ParamView:
-    """A parameter as an update rule sees it: tensors of the same shape, usually float32, except states that
-    are a single number.
+    """A parameter as an update rule sees it. The tensors are usually float32. All have the parameter's shape,
+    except states that are a single number.
 
     Attributes:
         spec: the parameter's declaration; None if the optimizer is used without a model.
         value: the parameter, or its float32 master weight.
-        gradient: the gradient, summed over all ranks and clipped. The rule may overwrite it.
+        gradient: the gradient, summed over all ranks and clipped. The rule can overwrite it.
         rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight, under
             ``UpdatePlace.on_host``, or for a matrix that was gathered from several ranks.
     """
@@ -59,8 +59,8 @@ class Rule(ABC):
 
     Attributes:
         states: the states that the rule keeps for each parameter.
-        needs_whole: whether the rule needs whole matrices. Under tensor parallelism, one of the ranks that
-            share a matrix then updates it.
+        needs_whole: whether the rule needs whole matrices. If so, under tensor parallelism, one of the ranks
+            that share a matrix updates the whole matrix.
         rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
         fused: whether fused kernels are in use.
         cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
@@ -79,20 +79,20 @@ class Rule(ABC):
         """Update values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
 
         Args:
-            group: parameters with gradients. A step may call this several times, for different parameters of
+            group: parameters with gradients. A step can call this several times, for different parameters of
                 one group.
             weight_decay: weight decay of this step; 0 for biases and norm gains, unless
                 :attr:`Group.weight_decay` is set.
         """
 
     def forget(self) -> None:  # noqa: B027  (most rules remember nothing)
-        """Discard values that the rule has cached from the states, because the caller may change the states.
+        """Discard values that the rule has cached from the states, so that the caller can change the states.
         A rule that wraps another rule must forward the call."""
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """Return the learning rate as a tensor ``[1]`` for the kernel that updates ``value``. All updates of a
-    step share the tensor: do not modify it."""
+    """Return the learning rate as a tensor ``[1]`` for the kernel that updates ``value``. The tensor must not
+    be modified, because all updates of a step share it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 
@@ -106,8 +106,8 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        takes: returns whether a parameter may belong to the group. It belongs to the first group for which
-            this is True.
+        takes: returns whether the group accepts a parameter. A parameter belongs to the first group that
+            accepts it.
         lr_factor: factor of the step's learning rate.
         weight_decay: weight decay of all parameters of the group. None: the step's weight decay, and 0 for
             biases and norm gains.
@@ -121,7 +121,7 @@ class Group:
 
 
 class SGD(Rule):
-    """Plain stochastic gradient descent, p -= lr * g, without decay or momentum."""
+    """Plain stochastic gradient descent, p -= lr * g, without weight decay or momentum."""
 
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         rate = as_tensor(lr, group[0].value)
@@ -133,8 +133,8 @@ class SGD(Rule):
 
 
 class UpdateRule(ABC):
-    """The deprecated interface of an update rule, supported for one more version. It updates one parameter
-    per call. ``states`` names the state tensors, which have the parameter's shape and start at 0."""
+    """The deprecated interface of an update rule, supported for one more version. Each call updates one
+    parameter. ``states`` names the state tensors, which have the parameter's shape and start at 0."""
 
     states: ClassVar[tuple[str, ...]] = ()
 
@@ -151,7 +151,7 @@ class UpdateRule(ABC):
         lr: float,
         weight_decay: float,
     ) -> None:
-        """Update one parameter: change ``parameter`` and its ``states`` in place."""
+        """Update ``parameter`` and its ``states`` in place."""
 
 
 class OneByOne(Rule):

@@ -1,5 +1,6 @@
 """Learning-rate and weight-decay schedules as pure functions of the optimizer step, which counts from 1, or
-of the training samples up to the end of a step. The formulas are those of Megatron's parameter scheduler.
+of the number of training samples up to the end of a step. The formulas are from Megatron's parameter
+scheduler.
 
 After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step (or sample) n.
 After ``decay_steps``, the rate is ``min_lr``, unless the function is registered with
@@ -26,7 +27,7 @@ class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them.
 
     After ``decay_steps``, the learning rate stays at ``min_lr``, unless ``decay_style`` is registered with
-    ``decays=False``. ``unit`` is what all lengths count: ``step`` or ``sample``.
+    ``decays=False``. All lengths count the same ``unit``: ``step`` or ``sample``.
 
     Raises:
         ConfigError: the lengths of warm-up and decay do not fit together.
@@ -34,7 +35,7 @@ class Schedule:
 
     max_lr: float
     min_lr: float = 0.0
-    # fractional if it is configured as a fraction of the decay
+    # not an integer if it is configured as a fraction of the decay
     warmup_steps: float = 0.0
     decay_steps: int = 1
     decay_style: str = "cosine"
@@ -54,8 +55,8 @@ class Schedule:
         return samples if self.unit == "sample" else steps
 
     def lr(self, step: int) -> float:
-        """Return the learning rate at position ``step`` (from 1). Raises ConfigError if it is negative or not
-        finite."""
+        """Return the learning rate at position ``step``, which counts from 1. Raises ConfigError if the
+        learning rate is negative or not finite."""
         if step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
@@ -70,8 +71,8 @@ class Schedule:
         raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """Return the weight decay at position ``step`` (from 1): constant, or a linear or cosine ramp that
-        ends at ``weight_decay_steps``."""
+        """Return the weight decay at position ``step``, which counts from 1. It is constant, or a linear or
+        cosine ramp that ends at ``weight_decay_steps``."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
         ratio = min(step / self.weight_decay_steps, 1.0)
@@ -94,13 +95,13 @@ class Schedule:
         return text
 
     def state(self) -> dict[str, Any]:
-        """Return the schedule as JSON values, for a checkpoint. :meth:`from_state` rebuilds it from them."""
+        """Return the schedule as JSON values, for a checkpoint. :meth:`from_state` rebuilds the schedule."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """Build the schedule from a result of :meth:`state`. Raises CheckpointError if this version cannot
-        read it."""
+        """Build the schedule from ``state``, a result of :meth:`state`. Raises CheckpointError if this
+        version cannot read ``state``."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "this version cannot read the learning-rate schedule in the checkpoint; "
@@ -119,10 +120,15 @@ class Schedule:
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """Return the schedule to continue with after loading a checkpoint. ``policy`` is the value of
-    ``Engine.save_load.lr_schedule``: ``config`` takes ``configured``, and ``checkpoint`` takes ``saved``.
-    ``strict`` raises CheckpointError if the two differ. CheckpointError is also raised if ``saved`` is needed
-    and cannot be read."""
+    """Return the schedule of a run that continues from a checkpoint.
+
+    Args:
+        policy: the value of ``Engine.save_load.lr_schedule``. ``config`` selects ``configured``,
+            ``checkpoint`` selects ``saved``, and ``strict`` requires that both are equal.
+
+    Raises:
+        CheckpointError: both differ under ``strict``, or ``saved`` is needed and cannot be read.
+    """
     if isinstance(saved, Mapping):
         saved = _of_this_version(saved)
     if policy == "config":
@@ -147,7 +153,7 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
 
 
 def _of_this_version(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a schedule from an older checkpoint with the fields of this version."""
+    """Convert the state of a schedule from an older checkpoint to the fields of this version."""
     return {"unit": "step"} | {key: value for key, value in saved.items() if (key, value) != ("init_lr", 0.0)}
 
 
@@ -155,7 +161,7 @@ def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
     """Build the schedule of section ``Optimizer``.
 
     Args:
-        length: number of optimizer steps of the run, or of training samples if the schedule counts those
+        length: number of optimizer steps of the run, or of training samples if the schedule counts samples
             (``LRConfig.length_of``). It is the length of a weight-decay ramp, and the default of
             ``decay_steps``.
 
@@ -219,7 +225,8 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
     "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
     "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
 }
-"""The remaining fraction of ``max_lr - min_lr`` after fraction u of the final decay."""
+"""Functions by decay style. Each returns the remaining fraction of ``max_lr - min_lr`` after the fraction u
+of the final decay."""
 
 
 def cosine(n: int, schedule: Schedule) -> float:
@@ -239,15 +246,15 @@ def constant(n: int, schedule: Schedule) -> float:
 
 
 def inverse_square_root(n: int, schedule: Schedule) -> float:
-    """Decay with the inverse square root of the step n: ``max_lr * sqrt(W / n)``, but at least ``min_lr``. W
-    is the warm-up length, or 1 without a warm-up."""
+    """Decay with the inverse square root of the step n: ``max_lr * sqrt(W / n)``, but at least ``min_lr``.
+    Here W is the length of the warm-up, or 1 without a warm-up."""
     rate = schedule.max_lr * math.sqrt(max(schedule.warmup_steps, 1.0)) / math.sqrt(max(n, 1))
     return max(schedule.min_lr, rate)
 
 
 def wsd(n: int, schedule: Schedule) -> float:
-    """Warm-up, stable, decay: stay at `max_lr` until step `decay_steps - wsd_decay_steps`, then decay to
-    `min_lr` at step `decay_steps`."""
+    """Stay at `max_lr` until step `decay_steps - wsd_decay_steps`, then decay to `min_lr` at step
+    `decay_steps` (warmup-stable-decay)."""
     assert schedule.wsd_decay_steps is not None
     annealing_start = schedule.decay_steps - schedule.wsd_decay_steps
     if n <= annealing_start:

@@ -42,8 +42,8 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
-        """Rebuild the hidden state from the tuple that :meth:`pack` returned. ``carries_positions`` is
-        whether position ids are in the tuple."""
+        """Rebuild the hidden state from ``state``, the tuple that :meth:`pack` returned. If
+        ``carries_positions`` is True, the tuple has position ids."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
         return cls(hidden, position_ids, rest[0] if rest else None)
@@ -83,7 +83,7 @@ class Embedding(nn.Layer):
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = self.embed(tokens, position_ids)
         if self.switch_length is not None:
-            # Done here, not in each block, because the position ids are not yet split over ranks.
+            # Done here once for all blocks, with the position ids of whole sequences.
             lengths = position_ids.max(axis=1, keepdim=True) + 1 if cache is None else cache.row_lengths()
             position_ids = places(position_ids, lengths, self.switch_length)
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
@@ -111,7 +111,8 @@ class Block(nn.Layer):
 
     Args:
         layer_index: index of the block in the whole model.
-        recompute: what is recomputed in the backward pass: ``full``, ``full_attn``, ``core_attn`` or None.
+        recompute: granularity of recomputation: ``full``, ``full_attn`` or ``core_attn``; None: the backward
+            pass recomputes nothing.
         carries_positions: whether hidden states include position ids; None: only if the block has rotary
             positions.
     """
@@ -185,7 +186,7 @@ class Block(nn.Layer):
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
         """Return the output of the attention branch, before the residual addition. With
-        ``recompute_attention``, the backward pass recomputes it."""
+        ``recompute_attention``, the backward pass recomputes this output."""
         if recompute_attention:
             return recompute(self.attend, hidden, position_ids, document_start)
         return self.attend(hidden, position_ids, document_start, cache)
@@ -203,7 +204,7 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
         """Return the output of the attention branch, before the residual addition: norm, attention, dropout,
-        post-norm, multiplier. Recomputation, if any, is arranged by the callers."""
+        post-norm, multiplier. The caller decides whether this is recomputed in the backward pass."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._branch_output(branch, self.attention_post_norm)
@@ -229,8 +230,8 @@ class FinalNorm(nn.Layer):
 
 
 class LanguageHead(ChunkedHead):
-    """Base class of language-model heads. Computes all logits, or defers them to the loss, which computes
-    them in chunks (``Model.loss_chunks``)."""
+    """Base class of language-model heads. A head computes all logits at once, or lets the loss compute them
+    in chunks (``Model.loss_chunks``)."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__(spec.loss_chunks, factory.matmul, softcap=spec.softcap)
@@ -240,9 +241,9 @@ class LanguageHead(ChunkedHead):
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
         """Return the logits ``[s, b, V]``; under tensor parallelism, only this rank's columns. If the loss is
-        computed in chunks, return :class:`DeferredLogits` instead, which later calls the head with a
-        ``target``. That call returns the loss or, if gradients are disabled, a list with the result of each
-        chunk."""
+        computed in chunks, return :class:`DeferredLogits` instead. These call the head again, with a
+        ``target``. The head then returns the loss or, if gradients are disabled, a list with the result of
+        each chunk."""
         if target is not None:
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):
@@ -292,8 +293,8 @@ class TiedHead(LanguageHead):
 
 
 class ClassificationHead(nn.Layer):
-    """A linear head that returns class scores (or one number) at every position, ``[s, b, classes]``. Its
-    weight is replicated on every rank."""
+    """A linear head that returns class scores (or one number) at every position, ``[s, b, classes]``. Every
+    rank holds the whole weight."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()

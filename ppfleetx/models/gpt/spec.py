@@ -1,5 +1,5 @@
-"""The declaration of a GPT: embedding, blocks, final norm, head. Plain data, without Paddle, from which
-layers, planner, ``--check`` and checkpoint conversion compute sizes, parameters and costs."""
+"""The declaration of a GPT: embedding, blocks, final norm, head. Layers, planner, ``--check`` and checkpoint
+conversion compute sizes, parameters and costs from this plain data. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class BlockSpec:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # cached, because caches of costs look up blocks often
+    def _hash(self) -> int:  # cached, because cost caches look up blocks often
         return hash((self.attention, self.mlp, self.input_norm))
 
     @property
@@ -131,8 +131,8 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """Return the steps of a forward pass for the simulation of :mod:`ppfleetx.nn.activation_memory`, each
-        with the tensors that it keeps for the backward pass."""
+        """Return the operations of a forward pass for the memory simulation
+        (:mod:`ppfleetx.nn.activation_memory`)."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.new_gradient_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
@@ -245,8 +245,8 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return head and loss, computed in ``Model.loss_chunks`` chunks, as a step of the simulation of
-        :mod:`ppfleetx.nn.activation_memory`."""
+        """Return head and loss, computed in ``Model.loss_chunks`` chunks, as one step of the memory
+        simulation (:mod:`ppfleetx.nn.activation_memory`)."""
         # The gradients of head and loss are computed in the forward pass.
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
@@ -452,13 +452,13 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
 
-# -- deprecated, removed in the next version: an architecture lists the parameter shapes of a layer
+# -- deprecated, to be removed in the next version: architectures that list the parameter shapes of a block
 
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block of an architecture that was registered in the deprecated way, as a list of parameter shapes. It
-    has the sizes and cost of a GPT block."""
+    """A block of an architecture that was registered in the deprecated way, with a list of parameter shapes.
+    The block has the sizes and cost of a GPT block."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -488,8 +488,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of the given shape. ``like`` is the GPT block's parameter of the same name. If it
-    has as many dimensions, all its other properties are copied."""
+    """Declare a parameter of the given shape. ``like`` is the GPT block's parameter of the same name, if any.
+    If ``like`` has the same number of dimensions, its other properties are copied."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     # Tensor parallelism splits a matrix by columns and replicates a vector.
@@ -526,7 +526,8 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def active_count(model: ModelConfig) -> int:
-    """Return the number of parameters used for one position, with only the experts that the router chose."""
+    """Return the number of parameters used for one position. Only the experts that the router chooses
+    count."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
@@ -544,8 +545,8 @@ def matrix_size(layer: LayerSpec) -> int:
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     """Return the floating-point operations of one optimizer step over the whole job, forward and backward.
 
-    Only matrix products count, with two operations per multiply-add. Attention scores count for the causal
-    half only. Recomputation does not count. The formula is that of Megatron-LM.
+    Only matrix products count, with two operations per multiply-add. Of the attention scores, only the causal
+    half counts. Recomputation does not count. The formula is from Megatron-LM.
     """
     # Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu). q, kv and f are the widths of
     # queries, keys and the MLP. For a plain GPT, this is 72BLsh^2(1 + s/12h + V/12hL).

@@ -1,4 +1,4 @@
-"""Build the model as a list of stages from the ``Model`` section of a configuration."""
+"""Build the stages of a model from the ``Model`` section of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Operators for training in bfloat16 on a CPU. bfloat16.py says what they compute.
+// Operators for training in bfloat16 on a CPU. They are documented in bfloat16.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -43,7 +43,8 @@ struct Sizes {
   Shape result;
 };
 
-// Of x [..., m, k] and y [..., k, n], or of x [..., k] and y [k, n]; stored transposed where a flag says so.
+// Returns the sizes of the product of x [..., m, k] and y [..., k, n], or of x [..., k] and y [k, n]. With turn_x
+// (turn_y), the last two dimensions of x (y) are swapped.
 Sizes SizesOf(const Shape& x, const Shape& y, bool turn_x, bool turn_y) {
   PD_CHECK(x.size() >= 2 && y.size() >= 2 && (y.size() == 2 || x.size() == y.size()), "operands do not fit");
   const int64_t y_rows = y[y.size() - 2], y_columns = y.back();
@@ -87,7 +88,7 @@ std::vector<Shape> MatmulShape(const Shape& x, const Shape& y, const paddle::opt
 
 std::vector<DataType> MatmulType(DataType, DataType, const paddle::optional<DataType>&) { return {DataType::FLOAT32}; }
 
-// ---- a conversion alone, and one that also sums the columns ------------------------------------------------------
+// ---- the conversion to bfloat16, with and without the sums of the columns ----------------------------------------
 
 std::vector<Tensor> Cast(const Tensor& x) { return {InBfloat16(x)}; }
 std::vector<DataType> CastType(DataType) { return {DataType::BFLOAT16}; }
@@ -126,7 +127,7 @@ std::vector<DataType> CastAndSumType(DataType) { return {DataType::BFLOAT16, Dat
 
 // Queries are [b, g, r, s, d], keys [b, g, s, d], values [b, g, s, e].
 struct Heads {
-  int64_t count, per_group, groups;  // of all query heads, of those of a key/value head, and of key/value heads
+  int64_t count, per_group, groups;  // query heads of all rows, query heads per key/value head, key/value heads
   causal_attention::Sizes sizes;
   const int32_t* starts;
 
@@ -145,7 +146,7 @@ struct Heads {
   int64_t ValueSize() const { return sizes.positions * sizes.value_width; }
 };
 
-// Calls of(i) for each i below count, on all threads. An exception must not leave a thread: it is thrown at the end.
+// Calls of(i) for each i below count, on all threads. An exception cannot leave a thread, so it is thrown at the end.
 template <class Of>
 void InParallel(int64_t count, const Of& of) {
   std::exception_ptr error;

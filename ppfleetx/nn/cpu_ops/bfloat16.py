@@ -1,4 +1,4 @@
-"""Matrix products and attention in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in
+"""Matrix products and attention in bfloat16 on a CPU with AVX512-BF16 or AMX. They use the oneDNN library in
 Paddle's wheel. Operands are rounded to bfloat16; sums and results are float32."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _entered = False
 
 
 def serves(dtype: str) -> bool:
-    """Return whether the device is a CPU, and the operators of this module compute in ``dtype`` on it."""
+    """Return whether the device is a CPU on which the operators of this module can compute in ``dtype``."""
     return not on_card() and obstacle(dtype) is None
 
 
 def obstacle(dtype: str) -> str | None:
-    """Return why the operators of this module do not compute in ``dtype`` on this CPU; None if they do."""
+    """Return why the operators of this module cannot compute in ``dtype`` on this CPU; None if they can."""
     return cpu_obstacle(dtype) or (None if are_available() else f"its {NOT_COMPILED}")
 
 
@@ -82,12 +82,12 @@ def cast_and_sum(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
 def attention(
     query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """Compute causal attention with gradients. The operands of its products are rounded to bfloat16; scores,
-    softmax and results are float32.
+    """Compute differentiable causal attention. The operands of matrix products are rounded to bfloat16;
+    scores, softmax and results are float32.
 
     Args:
         query: ``[b, key/value heads, query heads per key/value head, s, head size]`` float32.
-        key, value: ``[b, key/value heads, s, head size]`` float32; values may have another head size.
+        key, value: ``[b, key/value heads, s, head size]`` float32; values can have another head size.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
     start = None if document_start is None else document_start.astype("int32")

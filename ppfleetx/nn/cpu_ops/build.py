@@ -1,4 +1,4 @@
-"""Compile our operators for CPUs.
+"""Compile the C++ operators for CPUs.
 
 Paddle's ``paddle.utils.cpp_extension`` is not used, because it needs Python's headers and a version of
 setuptools that still has ``easy_install``.

@@ -1,4 +1,4 @@
-// Causal attention of one head in bfloat16, without the whole matrix of scores.
+// Causal attention of one head in bfloat16. The whole matrix of scores is never stored.
 
 #pragma once
 
@@ -14,8 +14,8 @@ namespace causal_attention {
 using vector_math::Vector;
 
 struct Sizes {
-  int64_t positions, width, value_width;  // of a head
-  float scale;                            // of the scores
+  int64_t positions, width, value_width;  // width: number of features of a query or key
+  float scale;                            // factor of the scores
   const int32_t* start;                   // the first position that each position attends to, or null
   int64_t Start(int64_t row) const { return start == nullptr ? 0 : std::clamp<int64_t>(start[row], 0, row); }
 };
@@ -23,11 +23,11 @@ struct Sizes {
 using Bits = std::vector<uint16_t>;
 using Floats = std::vector<float>;
 
-// Positions are taken in blocks: long enough for the products, short enough to skip most of what is masked, and for
-// scores that are few beside the whole matrix.
+// Returns the number of positions of a block. Blocks are long enough for efficient products. They are short enough to
+// skip most masked scores, and to need little memory in comparison with the whole matrix of scores.
 inline int64_t BlockOf(int64_t positions) { return std::clamp<int64_t>((positions + 511) / 512 * 64, 64, 512); }
 
-// out = x y, x is [m, k], y [k, n]; stored transposed where turned.
+// Computes out = x y for x [m, k] and y [k, n]. With turn_x (turn_y), x (y) is stored transposed.
 inline void Multiply(int64_t m, int64_t k, int64_t n, const uint16_t* x, bool turn_x, const uint16_t* y, bool turn_y,
                      float* out) {
   onednn::Multiply({1, m, k, n, turn_x, turn_y, false}, x, y, nullptr, out);
@@ -50,7 +50,7 @@ struct Head {
   }
 };
 
-// out [positions, value width] and logarithms [positions] of the sums of exponentials.
+// Computes the output [positions, value width], and the logarithms [positions] of the sums of exponentials.
 inline void Forward(const Sizes& sizes, const float* q, const float* k, const float* v, float* out, float* logarithms) {
   const Head head(sizes, q, k, v);
   const int64_t block = BlockOf(sizes.positions);
@@ -72,7 +72,7 @@ inline void Forward(const Sizes& sizes, const float* q, const float* k, const fl
   }
 }
 
-// Adds the gradients of a head to those of queries, keys and values.
+// Adds the gradients of a head to the gradients of queries, keys and values.
 inline void Backward(const Sizes& sizes, const float* q, const float* k, const float* v, const float* out,
                      const float* logarithms, const float* upstream, float* of_q, float* of_k, float* of_v) {
   const Head head(sizes, q, k, v);
@@ -80,7 +80,7 @@ inline void Backward(const Sizes& sizes, const float* q, const float* k, const f
   const int64_t block = BlockOf(positions);
   Bits low(positions * value_width);
   onednn::Round(upstream, low.size(), low.data());
-  Floats rounded(value_width), mean(positions);  // mean: of the weights' gradients
+  Floats rounded(value_width), mean(positions);  // mean: weighted mean of each query's gradients of weights
   for (int64_t i = 0; i < positions; ++i) {
     for (int64_t j = 0; j < value_width; ++j) rounded[j] = onednn::FloatOf(low[i * value_width + j]);
     mean[i] = vector_math::Dot(out + i * value_width, rounded.data(), value_width);
@@ -88,7 +88,7 @@ inline void Backward(const Sizes& sizes, const float* q, const float* k, const f
   Floats scores(positions * block), gradients(scores.size()), product(positions * std::max(width, value_width));
   Bits weights(scores.size()), of_scores(scores.size());
   for (int64_t begin = 0; begin < positions; begin += block) {
-    // The keys of this block, and the queries from there on.
+    // The keys of this block, and all queries from the beginning of the block.
     const int64_t keys = std::min(block, positions - begin), rows = positions - begin;
     const uint16_t *query = &head.query[begin * width], *key = &head.key[begin * width];
     const uint16_t* of_out = &low[begin * value_width];

@@ -13,24 +13,24 @@ from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 BUILT = Path(__file__).with_name("built")
 HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops"
 NOT_COMPILED = f"operators are not compiled ({HOW_TO_MAKE} does that)"
-"""Text for messages."""
+"""The reason that messages give if operators are missing."""
 WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
-"""Number of columns of a panel, one tile of MKL's kernels: three registers of float32 with AVX-512, two with
-AVX2."""
+"""Number of columns of a panel. A tile of MKL's kernels has this width: three float32 registers with AVX-512,
+two with AVX2."""
 OPTIONS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
 )
-"""Options for the compiler."""
+"""Options of the C++ compiler."""
 _NAMES = ("ops", "quantized", "fused_blocks", "bfloat16")
 SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
-"""Source file of each library, which has the operators of the module with its name."""
+"""The source file of each library. A library has the operators of the Python module with the same name."""
 
 
 def library_path(library: str) -> Path:
-    """Return the path of an operator library, which may not be compiled yet."""
-    # The name has a hash of Paddle's version, the options, the CPU and the source code, because a change of
-    # any of them needs a new library.
+    """Return the path of an operator library, even if the library has not been compiled yet."""
+    # The file name contains a hash of Paddle's version, the options, the CPU and the source code. If one of
+    # them changes, a new library is needed.
     source = SOURCES[library]
     cpuinfo = read_cpuinfo()
     # On processors other than x86, Linux lists no flags; use the whole description.
@@ -49,5 +49,5 @@ def _paddle_version() -> bytes:
 
 
 def obstacle(dtype: str) -> str | None:
-    """Return why this CPU does not compute in ``dtype`` (``float16`` or ``bfloat16``); None if it does."""
+    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``); None if it can."""
     return cpu_obstacle(dtype) or (None if library_path("bfloat16").exists() else NOT_COMPILED)

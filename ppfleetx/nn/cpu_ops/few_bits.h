@@ -1,9 +1,9 @@
-// Products with matrices of 8 and 4 bits, for decoding on a CPU. What they compute is said in quantized.py.
+// Products with matrices of 8 and 4 bits, for decoding on a CPU. They are documented in quantized.py.
 //
-// As in few_rows.h, a matrix comes in panels that are read once, from front to back, while the next piece is
-// fetched; for one row, most panels are read several side by side. What is read is a quarter or an eighth; the
-// numbers are widened in registers. Every sum is taken in the order of k, whatever the number of rows: a row's
-// result does not depend on the rows beside it.
+// As in few_rows.h, a matrix is stored in panels, which are read once and sequentially while the next piece is
+// prefetched. For one row, several panels are read in parallel where possible. The weights take a quarter or an
+// eighth of the memory of float32, and are converted in registers. Every sum is computed in the order of k, for any
+// number of rows. A row's result therefore does not depend on the other rows.
 
 #pragma once
 
@@ -30,20 +30,20 @@ using few_rows::kLanes, few_rows::kMostRows, few_rows::kRows, few_rows::kVectors
 #define WITH_AVX2
 #endif
 constexpr int kLine = 64;          // bytes of a cache line
-constexpr int64_t kBlock = 8;      // of k, unrolled
-constexpr int64_t kDepth = 256;    // of a piece of a panel, which stays in the first cache for all rows
+constexpr int64_t kBlock = 8;      // steps of k in one unrolled iteration
+constexpr int64_t kDepth = 256;    // length along k of a piece of a panel, which stays in the L1 cache for all rows
 constexpr int64_t kMostInputs = 65536;  // 255 * 127 * k stays in 32 bits
 
 using Integers = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(1), may_alias));
 using Bytes = int8_t __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
-// ---- how kBlock rows of a panel become floats ------------------------------------------------------------------
+// ---- conversion of kBlock rows of a panel (a block) to floats --------------------------------------------------
 
-// Matrix of 8 bits: a block is [kBlock][kWidth] bytes.
+// A matrix of 8 bits. A block is [kBlock][kWidth] bytes.
 struct EightBits {
   using Stored = int8_t;
   static constexpr bool kHasOffsets = false, kRounds = false;
-  static constexpr int kSideBySide = 4;  // panels that are read together for one row, from groups of kShortest on
+  static constexpr int kSideBySide = 4;  // panels read in parallel for one row, if groups are kShortest or longer
   static constexpr int64_t kShortest = kBlock;
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kBlock * kWidth;
   explicit EightBits(const int8_t* block) : block_(block) {}
@@ -60,8 +60,8 @@ struct EightBits {
   const int8_t* block_;
 };
 
-// Matrix of 4 bits: a block is [kWidth] words of 32 bits, each with kBlock numbers of one column, in the order
-// of k from the lowest bits up, in two's complement.
+// A matrix of 4 bits. A block is [kWidth] words of 32 bits. Each word holds kBlock numbers of one column in two's
+// complement, in the order of k, beginning at the lowest bits.
 struct FourBits {
   using Stored = uint8_t;
   static constexpr bool kHasOffsets = false, kRounds = false;
@@ -74,11 +74,12 @@ struct FourBits {
   Vector Weights(int i, int v) const {
 #if defined(WITH_AVX512)
     const __m512i word = (__m512i)words_[v], low = i < 4 ? word : _mm512_srli_epi32(word, 16);
-    if (i % 4 == 0) {  // the instruction looks at the lowest four bits of each index
+    if (i % 4 == 0) {  // the instruction uses only the lowest four bits of each index
       const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
       return (Vector)_mm512_permutexvar_ps(low, table);
     }
-    // The bits where they are, as the fraction of a number so large that they count ones; 8 is added and taken away.
+    // Leave the bits in place, as part of the fraction of a number so large that their lowest bit has the value 1.
+    // 8 is added and subtracted to get signed values.
     const int shift = i % 4 * 4;
     const __m512 large = _mm512_set1_ps(static_cast<float>((1 << (23 - shift)) + 8));
     const __m512i bits = _mm512_ternarylogic_epi32(_mm512_castps_si512(large), low, _mm512_set1_epi32(15 << shift),
@@ -91,14 +92,14 @@ struct FourBits {
   Integers words_[kVectors];
 };
 
-// The same; each group's offset is added to all its weights.
+// The same format with offsets: the offset of a group is added to all its weights.
 template <class Format>
 struct WithOffsets : Format {
   static constexpr bool kHasOffsets = true;
   using Format::Format;
 };
 
-// kLanes numbers of 16 bits.
+// Converts kLanes float16 numbers to float32.
 inline Vector Widen(const uint16_t* halves) {
 #if defined(WITH_AVX512)
   return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves));
@@ -108,7 +109,7 @@ inline Vector Widen(const uint16_t* halves) {
   Vector wide;
   for (int i = 0; i < kLanes; ++i) {
     uint32_t bits = ((halves[i] & 0x7fffu) << 13) + (112u << 23);
-    const bool is_small = (halves[i] & 0x7c00u) == 0;  // without a leading one: it is added, and taken away again
+    const bool is_small = (halves[i] & 0x7c00u) == 0;  // subnormal: a leading one is added here and subtracted below
     if (is_small) bits += 1u << 23;
     float number;
     std::memcpy(&number, &bits, sizeof number);
@@ -119,7 +120,8 @@ inline Vector Widen(const uint16_t* halves) {
 #endif
 }
 
-// tile[R][kWidth] += x[R][blocks * kBlock] * panel, fetching `lines` from `ahead` on with every block.
+// Computes tile[R][kWidth] += x[R][blocks * kBlock] * panel. With every block, `lines` further cache lines are
+// prefetched, starting at `ahead`.
 template <class Format, int R>
 void Accumulate(const float* x, int64_t stride, const int8_t* panel, int64_t blocks, const int8_t* ahead,
                 int64_t lines, Vector (*tile)[kVectors]) {
@@ -141,17 +143,17 @@ void Accumulate(const float* x, int64_t stride, const int8_t* panel, int64_t blo
     for (int v = 0; v < kVectors; ++v) tile[r][v] = sum[r][v];
 }
 
-// What a product needs to know of one panel.
+// One panel of a matrix, and the other inputs of its product.
 struct Panel {
   const int8_t* values;
-  const float* scales;  // [groups][kWidth]; with offsets, [groups][2][kWidth] of 16 bits
+  const float* scales;  // [groups][kWidth]; with offsets, [groups][2][kWidth] in float16
   int64_t groups;
   const float* bias;    // of the panel's columns, or null
-  int64_t columns;      // of them are wanted
-  const float* x_sums;  // [rows][groups] of the numbers of x in each group, if there are offsets
+  int64_t columns;      // number of the panel's columns that are not padding
+  const float* x_sums;  // [rows][groups], sums of the numbers of x in each group; only with offsets
 };
 
-// What a panel's group adds to its columns, for R rows: sums += parts * scale + x_sums * offset.
+// Adds a group's products to the sums of a panel's columns, for R rows: sums += parts * scale + x_sums * offset.
 template <class Format, int R>
 inline __attribute__((always_inline)) void AddGroup(const Panel& panel, int64_t group, int64_t row,
                                                     const Vector (&parts)[R][kVectors], Vector (&sums)[R][kVectors],
@@ -170,7 +172,7 @@ inline __attribute__((always_inline)) void AddGroup(const Panel& panel, int64_t 
   }
 }
 
-// The panel's columns of y for R rows of x, whose sums stay in registers.
+// Computes the panel's columns of y for R rows of x. The sums stay in registers.
 template <class Format, int R>
 void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float* y, int64_t stride) {
   constexpr int64_t kLines = Format::kUnitBytes / kLine, kAhead = 4096;
@@ -189,8 +191,8 @@ void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float*
   for (int r = 0; r < R; ++r) std::memcpy(y + r * stride, sums[r], panel.columns * sizeof(float));
 }
 
-// The columns of y of P panels for one row of x. In a single panel, each sum would wait for the sum before it, and a
-// core reads several streams of memory in less time than one.
+// Computes the columns of y that belong to P panels, for one row of x. P panels are faster than one at a time: in a
+// single panel, each addition would wait for the one before, and a core reads several memory streams faster than one.
 template <class Format, int P>
 void MultiplyPanelsByOne(const float* x, int64_t size, const Panel (&panels)[P], float* y) {
   Vector sums[P][1][kVectors];
@@ -216,7 +218,7 @@ void MultiplyPanelsByOne(const float* x, int64_t size, const Panel (&panels)[P],
   for (int p = 0; p < P; ++p) std::memcpy(y + p * kWidth, sums[p], panels[p].columns * sizeof(float));
 }
 
-// The panel's columns of y for up to kMostRows rows of x, which have `size` numbers.
+// Computes the panel's columns of y for up to kMostRows rows of x. A row has `size` numbers.
 template <class Format>
 void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& panel, float* y, int64_t stride) {
   if (rows <= kRows)
@@ -229,7 +231,7 @@ void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& pane
     std::memcpy(sums[row / kRows][row % kRows], start, sizeof start);
   const int64_t depth = size / panel.groups;
   const int8_t* values = panel.values;
-  // Each tile of rows fetches its part of the next piece.
+  // Each tile of rows prefetches its part of the next piece.
   const int64_t lines = (Format::kUnitBytes / kLine + tiles - 1) / tiles;
   for (int64_t group = 0; group < panel.groups; ++group) {
     std::memset(parts, 0, tiles * sizeof(Tile));
@@ -255,10 +257,10 @@ void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& pane
 
 // ---- products with activations of 8 bits -----------------------------------------------------------------------
 //
-// The numbers of a row of x in a group share a grid. Sums within a group are those of integers, exact whatever
-// instruction makes them.
+// The numbers of a row of x in a group share one scale. Sums within a group are sums of integers, so they are exact
+// with every instruction set.
 
-constexpr int64_t kQuad = 4;  // of k in one word
+constexpr int64_t kQuad = 4;  // steps of k in one 32-bit word
 #if (defined(WITH_AVX512) && defined(__AVX512VNNI__)) || (defined(WITH_AVX2) && defined(__AVXVNNI__))
 #define WITH_VNNI
 #endif
@@ -266,7 +268,7 @@ using Halves = int16_t __attribute__((vector_size(kLanes * sizeof(int32_t)), ali
 
 inline Integers Broadcast(int32_t word) { return Integers{} + word; }
 
-// Products of bytes without sign by bytes with sign, added by fours.
+// Adds the products of unsigned bytes and signed bytes, four per 32-bit sum.
 #if defined(WITH_VNNI)
 inline Integers AddProducts(Integers sum, Integers unsigned_bytes, Integers bytes) {
 #if defined(WITH_AVX512)
@@ -276,7 +278,7 @@ inline Integers AddProducts(Integers sum, Integers unsigned_bytes, Integers byte
 #endif
 }
 #elif defined(WITH_AVX512) || defined(WITH_AVX2)
-// The same, added by twos, to 16 bits.
+// Adds the products of unsigned bytes and signed bytes, two per 16-bit sum.
 inline Halves AddProductsOfBytes(Halves sum, Integers unsigned_bytes, Integers bytes) {
 #if defined(WITH_AVX512)
   return sum + (Halves)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)bytes);
@@ -286,7 +288,7 @@ inline Halves AddProductsOfBytes(Halves sum, Integers unsigned_bytes, Integers b
 }
 #endif
 
-// Products of 16 bits, added by twos.
+// Adds the products of 16-bit numbers, two per 32-bit sum.
 inline Integers AddPairs(Integers sum, Integers activations, Integers weights) {
 #if defined(WITH_AVX512)
   return sum + (Integers)_mm512_madd_epi16((__m512i)activations, (__m512i)weights);
@@ -297,14 +299,14 @@ inline Integers AddPairs(Integers sum, Integers activations, Integers weights) {
 #endif
 }
 
-// Matrix of 8 bits: a panel is [k / 4][kWidth][4] bytes. A unit is four of k.
+// A matrix of 8 bits. A panel is [k / 4][kWidth][4] bytes. A unit is four steps of k.
 struct EightBitQuads {
   using Stored = int8_t;
   static constexpr bool kHasOffsets = false, kRounds = true;
   static constexpr int64_t kUnit = kQuad, kUnitBytes = kWidth * kQuad;
-  static constexpr int32_t kMoved = 0;  // added to all weights
+  static constexpr int32_t kMoved = 0;  // the number that is added to all weights
 #if defined(WITH_VNNI)
-  static constexpr int64_t kWords = 1;  // of x: four bytes without sign, moved up by 128
+  static constexpr int64_t kWords = 1;  // words of x per unit: four unsigned bytes, increased by 128
 
   static void Arrange(const int8_t* levels, int64_t size, int32_t* words) {
     auto* bytes = reinterpret_cast<uint8_t*>(words);
@@ -314,7 +316,7 @@ struct EightBitQuads {
   template <int R>
   static void Accumulate(const int32_t* x, int64_t stride, const int8_t* panel, int64_t units, const int8_t* ahead,
                          Integers (&sum)[R][kVectors]) {
-    Integers moved[kVectors] = {};  // by which the sums are too large: 128 times those of the weights
+    Integers moved[kVectors] = {};  // the excess of the sums: 128 times the sums of the weights
     for (; units > 0; --units, panel += kUnitBytes, x += kWords) {
       for (int64_t line = 0; line < kUnitBytes; line += kLine, ahead += kLine) __builtin_prefetch(ahead);
       const auto* weights = reinterpret_cast<const Integers*>(panel);
@@ -327,7 +329,7 @@ struct EightBitQuads {
       for (int v = 0; v < kVectors; ++v) sum[r][v] -= moved[v];
   }
 #else
-  static constexpr int64_t kWords = 2;  // of x: (first, third) and (second, fourth), in 16 bits each
+  static constexpr int64_t kWords = 2;  // words of x per unit: (first, third) and (second, fourth), 16 bits each
 
   static void Arrange(const int8_t* levels, int64_t size, int32_t* words) {
     auto* halves = reinterpret_cast<int16_t*>(words);
@@ -363,14 +365,14 @@ struct EightBitQuads {
 #endif
 };
 
-// Matrix of 4 bits, in the panels of FourBits. A unit is eight of k. Words of x: the first, third, ... and the second,
-// fourth, ... byte.
+// A matrix of 4 bits, in the panels of FourBits. A unit is eight steps of k. The first word of x has its first, third,
+// fifth and seventh byte, and the second word has the other bytes.
 struct FourBitBlocks {
   using Stored = uint8_t;
   static constexpr bool kHasOffsets = false, kRounds = true;
   static constexpr int64_t kUnit = kBlock, kUnitBytes = kWidth * 4, kWords = 2;
 #if defined(WITH_AVX512) || defined(WITH_AVX2)
-  static constexpr int32_t kMoved = 8;  // to bytes without sign
+  static constexpr int32_t kMoved = 8;  // makes all weights unsigned
 #else
   static constexpr int32_t kMoved = 0;
 #endif
@@ -439,10 +441,10 @@ struct FourBitBlocks {
   }
 };
 
-// Numbers of x on their own grid of 8 bits. Gives the scale; NaN where x has no grid.
+// Rounds numbers of x to 8-bit integers times a scale. Returns the scale; NaN if a number is not finite.
 inline float RoundGroup(const float* x, int64_t size, int8_t* levels) {
   constexpr int32_t kInfinity = 0x7f800000;
-  int32_t largest = 0;  // of the magnitudes' bits, whose order is that of the numbers
+  int32_t largest = 0;  // bits of the largest magnitude; bits of magnitudes sort like the magnitudes
   for (int64_t i = 0; i < size; ++i) {
     int32_t bits;
     std::memcpy(&bits, x + i, sizeof bits);
@@ -465,12 +467,12 @@ inline float RoundGroup(const float* x, int64_t size, int8_t* levels) {
   return scale;
 }
 
-// Rows of x as a format multiplies them.
+// Rounded rows of x, in the layout that a format needs.
 struct RoundedRows {
-  int64_t words, groups;           // of a row
+  int64_t words, groups;           // numbers of words and groups of a row
   std::vector<int32_t> values;     // [rows][words]
   std::vector<float> scales;       // [rows][groups]
-  std::vector<int32_t> sums;       // [rows][groups] of the integers
+  std::vector<int32_t> sums;       // [rows][groups], sums of the integers
 
   template <class Format>
   static RoundedRows Of(const float* x, int64_t rows, int64_t size, int64_t groups) {
@@ -498,7 +500,8 @@ struct RoundedRows {
   }
 };
 
-// What a panel's group, of `units`, adds to its columns for R rows from `row` on; fetches as much from `ahead` on.
+// Adds the products of one group, which has `units` units, to the sums of a panel's columns. This is done for R rows,
+// starting at `row`. The same number of bytes is prefetched, starting at `ahead`.
 template <class Format, int R>
 void AddRoundedGroup(const RoundedRows& x, int64_t row, int64_t group, const int8_t* values, int64_t units,
                      const int8_t* ahead, const Panel& panel, Vector (*sums)[kVectors]) {
@@ -525,7 +528,8 @@ void AddRoundedGroup(const RoundedRows& x, int64_t row, int64_t group, const int
   }
 }
 
-// For up to kRows rows. (Not by WithRows: what a lambda holds leaves too few registers here.)
+// Calls AddRoundedGroup for up to kRows rows. (WithRows is not used, because the captures of a lambda would leave too
+// few registers here.)
 template <class Format, int R = kRows>
 void AddRoundedGroupUpTo(const RoundedRows& x, int64_t row, int64_t rows, int64_t group, const int8_t* values,
                          int64_t units, const int8_t* ahead, const Panel& panel, Vector (*sums)[kVectors]) {
@@ -536,7 +540,7 @@ void AddRoundedGroupUpTo(const RoundedRows& x, int64_t row, int64_t rows, int64_
   AddRoundedGroup<Format, R>(x, row, group, values, units, ahead, panel, sums);
 }
 
-// The panel's columns of y for up to kMostRows rows of x from `first` on, with groups of `units`.
+// Computes the panel's columns of y for up to kMostRows rows of x, starting at `first`. A group has `units` units.
 template <class Format>
 void MultiplyRoundedPanel(const RoundedRows& x, int64_t first, int64_t rows, int64_t units, const Panel& panel,
                           float* y, int64_t stride) {
@@ -544,7 +548,8 @@ void MultiplyRoundedPanel(const RoundedRows& x, int64_t first, int64_t rows, int
   float start[kWidth] = {};
   if (panel.bias != nullptr) std::copy_n(panel.bias, panel.columns, start);
   for (int64_t row = 0; row < rows; ++row) std::memcpy(sums[row], start, sizeof start);
-  // A single tile of rows fetches what comes soon. Of several, each fetches its part of the next group.
+  // A single tile of rows prefetches the bytes at the distance kAhead. Several tiles each prefetch a part of the next
+  // group.
   constexpr int64_t kAhead = 4096;
   const int64_t tiles = (rows + kRows - 1) / kRows, bytes = units * Format::kUnitBytes;
   const int8_t* values = panel.values;
@@ -559,14 +564,14 @@ void MultiplyRoundedPanel(const RoundedRows& x, int64_t first, int64_t rows, int
 
 // ---- products on all threads -------------------------------------------------------------------------------------
 
-// A matrix [size][columns] in panels, which are as long as its format makes them.
+// A matrix [size][columns] in panels, whose size in bytes depends on the format.
 struct Matrix {
   const int8_t* values;
-  const float* scales;  // [panels][groups][kWidth]; with offsets, [panels][groups][2][kWidth] of 16 bits
+  const float* scales;  // [panels][groups][kWidth]; with offsets, [panels][groups][2][kWidth] in float16
   const float* bias;    // or null
   int64_t size, columns, groups;
   bool has_offsets = false;
-  // From data [panels][count][kWidth].
+  // Sets the scales to `data`, [panels][count][kWidth].
   void SetScales(const void* data, int64_t count, bool are_halves) {
     scales = static_cast<const float*>(data);
     groups = are_halves ? count / 2 : count;
@@ -580,7 +585,7 @@ struct Matrix {
   }
 };
 
-// The sums of x[rows][groups][depth], with `depth` a multiple of kBlock.
+// Returns the sums [rows][groups] of x[rows][groups][depth]. `depth` must be a multiple of kBlock.
 inline std::vector<float> SumsOfGroups(const float* x, int64_t rows, int64_t groups, int64_t depth) {
   std::vector<float> sums(rows * groups);
   for (float& sum : sums) {
@@ -592,12 +597,12 @@ inline std::vector<float> SumsOfGroups(const float* x, int64_t rows, int64_t gro
   return sums;
 }
 
-// y[rows][columns] = x[rows][size] matrix + bias.
+// Computes y[rows][columns] = x[rows][size] matrix + bias.
 template <class Format>
 void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   const int64_t size = matrix.size, padded = (size + kBlock - 1) / kBlock * kBlock;
   std::vector<float> copy;
-  if (padded != size) {  // what is read beyond a row's end must be a number
+  if (padded != size) {  // reads beyond the end of a row must not give NaN
     copy.resize(rows * padded);
     for (int64_t row = 0; row < rows; ++row) std::copy_n(x + row * size, size, copy.data() + row * padded);
     x = copy.data();
@@ -611,7 +616,7 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
 #else
   const int64_t threads = 1;
 #endif
-  int64_t num_sets = 0;  // as many for each thread; the other panels follow one by one
+  int64_t num_sets = 0;  // sets of panels, the same number for each thread; other panels are multiplied one by one
   if (rows == 1 && padded / matrix.groups >= Format::kShortest)
     num_sets = num_panels / (kTogether * threads) * threads;
 #pragma omp parallel for schedule(static)
@@ -634,12 +639,13 @@ void Product(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   }
 }
 
-// y[rows][columns] = x[rows][size] matrix + bias, with x in each of the matrix's groups on its own grid of 8 bits.
+// Computes y[rows][columns] = x[rows][size] matrix + bias, after rounding each row of x to 8 bits, with one scale per
+// group.
 template <class Format>
 void RoundedProduct(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   const RoundedRows rounded = RoundedRows::Of<Format>(x, rows, matrix.size, matrix.groups);
   const int64_t units = rounded.words / Format::kWords;
-  constexpr int64_t kRowsInCache = 2 * kMostRows;  // the second, while all panels pass by
+  constexpr int64_t kRowsInCache = 2 * kMostRows;  // rows that stay in the L2 cache while all panels are read
 #pragma omp parallel
   for (int64_t first = 0; first < rows; first += kRowsInCache) {
     const int64_t end = std::min(rows, first + kRowsInCache);
@@ -653,7 +659,7 @@ void RoundedProduct(const float* x, int64_t rows, const Matrix& matrix, float* y
   }
 }
 
-// The product of a format, with offsets if the matrix has them.
+// Computes the product in the given format, with offsets if the matrix has them.
 template <class Format>
 void ProductOf(const float* x, int64_t rows, const Matrix& matrix, float* y) {
   if constexpr (!Format::kHasOffsets) {

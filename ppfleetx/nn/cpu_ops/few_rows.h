@@ -1,4 +1,4 @@
-// y = x W + b in float32 for few rows of x and a large constant matrix W, which ops.py says more of.
+// y = x W + b in float32, for few rows of x and a large constant matrix W. See ops.py.
 
 #pragma once
 
@@ -13,15 +13,16 @@
 
 namespace few_rows {
 
-// With few rows a product is bound by how fast the CPU reads W, once. W comes in panels, [p][k][kWidth], that
-// are read from front to back; while one piece of a panel is multiplied with all rows, the next is fetched.
-// (A library that packs W reads it three times; one that does not fetch ahead waits at every page.)
+// With few rows, the speed of a product is limited by the memory bandwidth for W, which is read only once. W is
+// stored in panels, [p][k][kWidth], which are read sequentially. While all rows are multiplied by one piece of a
+// panel, the next piece is prefetched. (A library that packs W reads it three times; a library that does not
+// prefetch waits at every page.)
 //
-// Every sum is taken in the order of k, whatever the number of rows: a row's result does not depend on the
-// rows beside it.
+// Every sum is computed in the order of k, for any number of rows. A row's result therefore does not depend on the
+// other rows.
 
-// A tile of sums, kRows x kWidth, fills the registers: 24 of 32 with AVX-512, 8 of 16 otherwise (twice as many
-// would leave none for W). PANEL_WIDTH is WIDTH of ops.py.
+// A tile of sums, kRows x kWidth, occupies 24 of 32 registers with AVX-512, and 8 of 16 otherwise (a tile of twice
+// the size would leave no registers for W). PANEL_WIDTH is WIDTH in compiled.py.
 #if PANEL_WIDTH == 48
 constexpr int kLanes = 16, kVectors = 3, kRows = 8;
 #ifdef __AVX512F__
@@ -37,15 +38,15 @@ constexpr int kLanes = 8, kVectors = 2, kRows = 4;
 #endif
 constexpr int kWidth = kLanes * kVectors;
 constexpr int kLine = 16;        // floats of a cache line
-constexpr int64_t kSteps = 4;    // unrolled
-constexpr int64_t kDepth = 128;  // of a piece of a panel, which stays in the first cache for all rows
-constexpr int64_t kMostRows = 32;  // at a time
-constexpr int64_t kFewest = 6;     // rows for which no panels are copied out of W
+constexpr int64_t kSteps = 4;    // steps of k in one unrolled iteration
+constexpr int64_t kDepth = 128;  // length along k of a piece of a panel, which stays in the L1 cache for all rows
+constexpr int64_t kMostRows = 32;  // rows that are multiplied at a time
+constexpr int64_t kFewest = 6;     // largest number of rows for which no panels are copied out of W
 
 using Vector = float __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
 using Tile = Vector[kRows][kVectors];
 
-// Without this, GCC reads the weights from memory once more for each row.
+// Keeps a value in a register. Without this, GCC reads the weights from memory again for each row.
 inline Vector InRegister(Vector value) {
 #ifdef VECTORS_FIT_REGISTERS
   asm("" : "+v"(value));
@@ -53,7 +54,8 @@ inline Vector InRegister(Vector value) {
   return value;
 }
 
-// tile[R][kWidth] += x[R][depth] * w[depth][kWidth], fetching `lines` from `ahead` on with every kSteps of depth.
+// Computes tile[R][kWidth] += x[R][depth] * w[depth][kWidth]. Every kSteps steps, `lines` further cache lines are
+// prefetched, starting at `ahead`.
 template <int R>
 void Accumulate(const float* x, int64_t stride, const float* w, int64_t depth, const float* ahead, int64_t lines,
                 Tile& tile) {
@@ -77,7 +79,7 @@ void Accumulate(const float* x, int64_t stride, const float* w, int64_t depth, c
     for (int v = 0; v < kVectors; ++v) tile[r][v] = sum[r][v];
 }
 
-// of(rows), with the number of rows, up to kRows, as a constant of the compiler.
+// Calls of(rows) with the number of rows, at most kRows, as a compile-time constant.
 template <int R = kRows, class Of>
 void WithRows(int64_t rows, const Of& of) {
   if constexpr (R > 1) {
@@ -86,7 +88,8 @@ void WithRows(int64_t rows, const Of& of) {
   of(std::integral_constant<int, R>{});
 }
 
-// One panel's columns of y for up to kMostRows rows; `columns` of them are wanted.
+// Computes the columns of y that belong to one panel, for up to kMostRows rows. Only the first `columns` columns of
+// the panel are written.
 inline void MultiplyPanel(const float* x, int64_t rows, int64_t size, const float* panel, const float* bias,
                    int64_t columns, float* y, int64_t stride) {
   Tile tiles[kMostRows / kRows];
@@ -95,7 +98,7 @@ inline void MultiplyPanel(const float* x, int64_t rows, int64_t size, const floa
   if (bias != nullptr) std::copy_n(bias, columns, start);
   for (int64_t row = 0; row < groups * kRows; ++row)
     std::copy_n(start, kWidth, reinterpret_cast<float*>(tiles[row / kRows][row % kRows]));
-  // Each group of rows fetches its part of the next piece.
+  // Each group of rows prefetches its part of the next piece.
   const int64_t lines = (kSteps * kWidth / kLine + groups - 1) / groups;
   for (int64_t i = 0; i < size; i += kDepth) {
     const int64_t depth = std::min(kDepth, size - i);
@@ -112,7 +115,7 @@ inline void MultiplyPanel(const float* x, int64_t rows, int64_t size, const floa
     std::copy_n(reinterpret_cast<const float*>(tiles[row / kRows][row % kRows]), columns, y + row * stride);
 }
 
-// y[rows][columns] = x[rows][size] W + b, W in panels; on all threads.
+// Computes y[rows][columns] = x[rows][size] W + b on all threads, with W in panels.
 inline void Product(const float* x, int64_t rows, int64_t size, const float* panels, const float* bias,
                     int64_t columns, float* y) {
   const int64_t num_panels = (columns + kWidth - 1) / kWidth;
@@ -126,8 +129,8 @@ inline void Product(const float* x, int64_t rows, int64_t size, const float* pan
   }
 }
 
-// to[row][begin, end) += x[row][R] * w[R][begin, end). Its R rows of W are read side by side: a core reads several
-// streams of memory in less time than one.
+// Computes to[row][begin, end) += x[row][R] * w[R][begin, end). The R rows of W are read in parallel, because a core
+// reads several memory streams faster than a single one.
 template <int R>
 void AddRowsOf(const float* x, int64_t rows, int64_t size, const float* w, int64_t columns, int64_t begin, int64_t end,
                float* to) {
@@ -145,11 +148,12 @@ void AddRowsOf(const float* x, int64_t rows, int64_t size, const float* w, int64
       for (int r = 0; r < R; ++r) to[row * columns + i] += x[row * size + r] * w[r * columns + i];
 }
 
-// y[rows][columns] = x[rows][size] W + b, W as it is, [size][columns]; for a few rows, on all threads.
+// Computes y[rows][columns] = x[rows][size] W + b on all threads, for few rows. W is not in panels, but is stored as
+// [size][columns].
 inline void WholeProduct(const float* x, int64_t rows, int64_t size, const float* w, const float* bias,
                          int64_t columns, float* y) {
   constexpr int kStreams = 8;
-  constexpr int64_t kPiece = 16 * kLanes;  // of a thread's part
+  constexpr int64_t kPiece = 16 * kLanes;  // columns; each thread gets a whole number of pieces
   const int64_t pieces = (columns + kPiece - 1) / kPiece;
 #pragma omp parallel
   {
@@ -169,12 +173,12 @@ inline void WholeProduct(const float* x, int64_t rows, int64_t size, const float
   }
 }
 
-// The same for more rows: each panel is copied out of W, and used for all rows.
+// Computes y = x W, without a bias, for more rows: each panel is copied out of W and used for all rows.
 inline void CopiedProduct(const float* x, int64_t rows, int64_t size, const float* w, int64_t columns, float* y) {
   const int64_t num_panels = (columns + kWidth - 1) / kWidth;
 #pragma omp parallel
   {
-    thread_local std::vector<float> panel;  // kept: fresh memory would take as long as the copy
+    thread_local std::vector<float> panel;  // reused, because new memory would take as long as the copy
     if (static_cast<int64_t>(panel.size()) < size * kWidth) panel.resize(size * kWidth);
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels; ++p) {
@@ -183,7 +187,7 @@ inline void CopiedProduct(const float* x, int64_t rows, int64_t size, const floa
         const float* from = w + k * columns + first;
         float* to = panel.data() + k * kWidth;
         if (width == kWidth)
-          std::copy_n(from, kWidth, to);  // of a known size, and so without a call
+          std::copy_n(from, kWidth, to);  // of constant size, so the compiler inlines the copy
         else
           std::copy_n(from, width, to);
       }
@@ -194,7 +198,8 @@ inline void CopiedProduct(const float* x, int64_t rows, int64_t size, const floa
   }
 }
 
-// x has counts[g] rows of each group, which has its own W, [groups][size][columns].
+// Multiplies each row of x by the matrix of its group, w[g], and w is [groups][size][columns]. The rows are sorted by
+// group; group g has counts[g] rows.
 inline void GroupedProduct(const float* x, const int64_t* counts, int64_t groups, int64_t size, const float* w,
                            int64_t columns, float* y) {
   for (int64_t g = 0; g < groups; ++g, w += size * columns) {

@@ -1,4 +1,4 @@
-// An operator for all blocks of a model in a pass over few new positions. What it computes is said in fused_blocks.py.
+// An operator that runs all blocks of a model on a few new positions. It is documented in fused_blocks.py.
 
 #include <algorithm>
 #include <cmath>
@@ -18,12 +18,12 @@ using paddle::Tensor;
 using Tensors = std::vector<Tensor>;
 using Optional = paddle::optional<Tensor>;
 
-// ---- what the layout says; in the order of fused_blocks.py --------------------------------------------------------------
+// ---- the layout, in the order of fused_blocks.py -------------------------------------------------------------------
 
 enum Format : int64_t { kWhole, kPanels, kInt8, kInt4, kInt8Int8, kInt4Int8 };
 enum Activation : int64_t { kGeluTanh, kGelu, kQuickGelu, kRelu, kReluSquared, kSwiglu };
 
-// The layout's numbers one after the other, and the weights that they point to.
+// Reads the numbers of the layout in order, and the weights that they point to.
 class Reader {
  public:
   Reader(const std::vector<int64_t>& layout, const Tensors& weights) : layout_(layout), weights_(weights) {}
@@ -139,14 +139,15 @@ struct Block {
 
 // ---- attention ---------------------------------------------------------------------------------------------------
 
-// A pass: s new positions of b rows, in the columns from `past` on of memory for k columns.
+// A pass over s new positions of b rows. The cache has k columns. The new positions use s columns from index `past`.
 struct Pass {
   int64_t positions, batch, past, columns;
   const float *penalty, *cos, *sin;  // [b or 1][s][k] or null; [b][s][rotary_dim / 2] or null
-  int64_t penalty_stride;            // from row to row
+  int64_t penalty_stride;            // distance between the penalties of two rows; 0 if all rows share them
 };
 
-// The first half of `size` numbers with the second half, turned.
+// Rotates the pairs of a head: number i of the first half with number i of the second half. `size` is the number of
+// rotated features.
 void Rotate(float* head, int64_t size, const float* cos, const float* sin) {
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -156,7 +157,8 @@ void Rotate(float* head, int64_t size, const float* cos, const float* sin) {
   }
 }
 
-// Keys and values of one key/value head of one row are `keys, values [k][d]`; `qkv [s][b][g][r + 2][d]` is changed.
+// Computes attention for one key/value head of one row, whose cached keys and values are `keys, values [k][d]`.
+// Overwrites `qkv [s][b][g][r + 2][d]`.
 void AttendHead(const Shape& shape, const Pass& pass, const Block& block, int64_t row, int64_t group, float* qkv,
                 float* keys, float* values, float* context, std::vector<float>& scores) {
   const int64_t size = shape.head_dim, heads = shape.per_group, width = (heads + 2) * size;
@@ -205,7 +207,8 @@ void Attend(const Shape& shape, const Pass& pass, const Block& block, float* qkv
 
 // ---- feed-forward, and the block -----------------------------------------------------------------------------------
 
-// What fc1 gives, `wide [rows][Wide]`, to what fc2 takes, in place for the most part.
+// Applies the activation to fc1's output, `wide [rows][Wide]`, in place. A gated activation leaves fc2's input
+// [rows][inner] at the beginning of `wide`.
 void Activate(const Shape& shape, float* wide, int64_t rows) {
   using namespace vector_math;
   const int64_t size = rows * shape.Wide();
@@ -217,7 +220,7 @@ void Activate(const Shape& shape, float* wide, int64_t rows) {
     case kReluSquared: return Map(wide, size, wide, [](Vector x) { return Relu(x) * Relu(x); });
   }
   constexpr int64_t kChunk = 16 * kLanes;
-  float gate[kChunk], up[kChunk];  // kSwiglu: pairs of gate and up
+  float gate[kChunk], up[kChunk];  // for kSwiglu, whose input alternates gate and up
   int64_t i = 0;
   const auto split = [&](int64_t count) {
     const float* pairs = wide + 2 * i;
@@ -233,7 +236,7 @@ void Activate(const Shape& shape, float* wide, int64_t rows) {
   for (int64_t j = 0; j < rest; ++j) wide[i + j] = gate[j] * up[j];
 }
 
-// Memory for what is computed in between; of the size that the widest needs.
+// Memory for intermediate results. Results that are not needed at the same time share a buffer.
 struct Scratch {
   std::vector<float> normed, wide, context, branch;
   Scratch(const Shape& shape, int64_t rows)
@@ -254,7 +257,7 @@ void Run(const Shape& shape, const Pass& pass, const Block& block, float* hidden
   block.qkv(normed.data(), rows, wide.data());
   Attend(shape, pass, block, wide.data(), keys, values, context.data());
   block.out_proj(context.data(), rows, branch.data());
-  if (shape.parallel) block.mlp_norm(hidden, rows, normed.data());  // reads what attention read
+  if (shape.parallel) block.mlp_norm(hidden, rows, normed.data());  // reads the same input as attention
   Add(branch, block.attention_post_norm, rows, hidden);
   if (!shape.parallel) block.mlp_norm(hidden, rows, normed.data());
   block.fc1(normed.data(), rows, wide.data());

@@ -17,9 +17,9 @@ from ppfleetx.nn.cpu_ops import ops, quantized
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8", "int4_int8")
-"""The formats of a matrix: ``whole`` is ``[in, out]`` float32, ``panels`` the panels of
-:mod:`ppfleetx.nn.panel_matmul`, and the others are the panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
-operator knows a format by its index."""
+"""The formats of a matrix. ``whole`` is ``[in, out]`` float32, ``panels`` are the panels of
+:mod:`ppfleetx.nn.panel_matmul`, and the other formats are panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
+operator identifies a format by its index."""
 ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     gelu_tanh,
     F.gelu,
@@ -61,12 +61,12 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """The weights of all blocks (``tensors``), and integers that tell the operator where each of them is used
-    (``layout``)."""
+    """The weights of all blocks (``tensors``), and integers from which the operator knows where to use each
+    weight (``layout``)."""
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
-    # First the sizes; then, for the linears and norms of each block and for the final norm, the indices of
-    # their weights in ``tensors``.
+    # First come the sizes. Then, for each linear and norm of each block and for the final norm, come the
+    # indices of its weights in ``tensors``.
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
@@ -105,8 +105,8 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """Append a norm: LayerNorm if ``bias`` is given, else RMSNorm. If ``weight`` is None, there is no
-        norm at this point. Each block has six norms, which must be added after its weights in this order:
+        """Append a norm: LayerNorm if ``bias`` is given, else RMSNorm. If ``weight`` is None, the block has
+        no norm at this point. Each block has six norms, which must be added after its weights in this order:
         before attention, after attention, before the MLP, after the MLP, of queries, of keys."""
         self._point_to(weight)
         self._point_to(bias)
@@ -131,11 +131,11 @@ def run(
     Args:
         hidden: ``[s, b, h]`` float32 on CPU.
         column: ``[1]`` int64, the column of the cache for the first new position.
-        penalty: ``[b or 1, 1, s, columns of the cache]`` float32, added to the scores besides the causal
-            mask; None: nothing is added.
+        penalty: ``[b or 1, 1, s, columns of the cache]`` float32, added to the scores in addition to the
+            causal mask; None: nothing is added.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
-        cache: keys and values of each block in turn, ``[b, key/value heads, columns, head size]``. New
-            columns are written in place.
+        cache: keys of the first block, values of the first block, keys of the second block, and so on, each
+            ``[b, key/value heads, columns, head size]``. New columns are written in place.
 
     Returns:
         Hidden states ``[s, b, h]``, and the tensors of the cache.

@@ -1,5 +1,5 @@
-// Products of bfloat16 matrices with float32 sums, by the oneDNN that Paddle's wheel brings, and the conversion to
-// bfloat16.
+// Products of bfloat16 matrices with float32 sums, computed by the oneDNN library in Paddle's wheel, and the conversion
+// to bfloat16.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 #include "paddle/phi/api/ext/op_meta_info.h"
 
-// The wheel has the library without its headers: what is used of its C interface (oneDNN 3).
+// The wheel has no headers of the library. These are the declarations that are used here, from oneDNN 3's C interface.
 extern "C" {
 int dnnl_engine_create(void** engine, int kind, size_t index);
 int dnnl_stream_create(void** stream, void* engine, unsigned flags);
@@ -49,7 +49,7 @@ constexpr int kSource = 1, kDestination = 17, kWeights = 33, kBias = 41;
 
 inline void Check(int status) { PD_CHECK(status == 0, "oneDNN refuses a product, status ", status); }
 
-// ---- conversion: to the nearest, of two the even one ------------------------------------------------------------
+// ---- conversion: round to nearest, ties to even -----------------------------------------------------------------
 
 inline uint16_t Rounded(float value) {
   uint32_t bits;
@@ -97,7 +97,7 @@ inline void* Engine() {
   return engine;
 }
 
-// [batch, rows, columns] stored row by row; if turned, stored as its transpose.
+// Describes a matrix [batch, rows, columns] that is stored row by row; if `turned`, its transpose is stored row by row.
 inline void* Describe(const Shape& dims, bool turned, int type) {
   const int64_t rows = dims[dims.size() - 2], columns = dims.back();
   Shape strides = {rows * columns, turned ? 1 : columns, turned ? rows : 1};
@@ -118,7 +118,7 @@ using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, bool>;
 constexpr size_t kMostPrepared = 256;
 
 inline const Product& Prepared(const Key& key) {
-  // A primitive is made for a number of threads, which oneDNN's own cache compares, too.
+  // A primitive is valid for one number of threads, as in oneDNN's own cache.
   thread_local std::map<std::pair<Key, int>, Product> prepared;
   const std::pair of_threads(key, omp_in_parallel() ? 1 : omp_get_max_threads());
   const auto found = prepared.find(of_threads);
@@ -127,7 +127,7 @@ inline const Product& Prepared(const Key& key) {
   const auto dims = [batch = batch](int64_t rows, int64_t columns) {
     return batch == 1 ? Shape{rows, columns} : Shape{batch, rows, columns};
   };
-  // A model has few shapes; batches of changing lengths and the rows of experts bring ever new ones.
+  // A model has few shapes, but batches of different lengths and the rows of experts keep adding new shapes.
   if (prepared.size() >= kMostPrepared) {
     for (const auto& [_, product] : prepared) Destroy(product);
     prepared.clear();
@@ -144,7 +144,8 @@ inline const Product& Prepared(const Key& key) {
   return prepared.emplace(of_threads, made).first->second;
 }
 
-// out = x y + bias, float32. x is [batch, m, k], y [batch, k, n]; stored transposed where turned.
+// Computes out = x y + bias in float32, for x [batch, m, k] and y [batch, k, n]. An operand that the key marks as
+// turned is stored transposed.
 inline void Multiply(const Key& key, const uint16_t* x, const uint16_t* y, const float* bias, float* out) {
   thread_local void* stream = [] {
     void* made = nullptr;

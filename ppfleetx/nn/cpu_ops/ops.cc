@@ -1,4 +1,4 @@
-// Operators for decoding and training on a CPU. What they compute is said in ops.py.
+// Operators for decoding and training on a CPU. They are documented in ops.py.
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@ using paddle::DataType;
 using paddle::Tensor;
 using Shape = std::vector<int64_t>;
 
-// ---- few_rows: y = x W + b; few_rows.h says how -----------------------------------------------------------------
+// ---- few_rows: y = x W + b, implemented in few_rows.h -----------------------------------------------------------
 
 using few_rows::kWidth;
 
@@ -65,8 +65,8 @@ std::vector<DataType> GroupedType(DataType x, DataType, DataType) { return {x}; 
 
 // ---- nucleus: top-p without sorting a vocabulary --------------------------------------------------------------
 //
-// The mass of the probabilities is summed in buckets, from the likeliest down until p is reached; only that
-// bucket is put in order. A bucket is exponent and 7 bits of the fraction of a number that is not negative.
+// The probabilities are summed by buckets, from the largest numbers down, until the sum reaches p. Only the last
+// of these buckets is sorted. The bucket of a number (not negative) is its exponent and 7 bits of its fraction.
 
 constexpr int kShift = 16;
 constexpr uint32_t kBuckets = (0x3f800000u >> kShift) + 1;  // up to 1.0
@@ -84,7 +84,7 @@ float FloatOf(uint32_t bits) {
 }
 
 uint32_t BucketOf(float probability) {
-  return std::min(BitsOf(probability) >> kShift, kBuckets - 1);  // the last also takes what is no number
+  return std::min(BitsOf(probability) >> kShift, kBuckets - 1);  // the last bucket also takes NaN
 }
 
 void KeepNucleus(const float* probabilities, int64_t size, double top_p, float* kept) {
@@ -93,17 +93,17 @@ void KeepNucleus(const float* probabilities, int64_t size, double top_p, float* 
   double above = 0;
   uint32_t boundary = kBuckets - 1;
   while (boundary > 0 && above + mass[boundary] < top_p) above += mass[boundary--];
-  std::vector<uint32_t> falling;  // of the bits, whose order is that of the numbers
+  std::vector<uint32_t> falling;  // bit patterns, which sort like the numbers
   for (int64_t i = 0; i < size; ++i)
     if (BucketOf(probabilities[i]) == boundary) falling.push_back(BitsOf(probabilities[i]));
   std::sort(falling.begin(), falling.end(), std::greater<uint32_t>());
-  // Where all that there is does not sum to p, which only rounding brings about, all of it stays.
+  // If all probabilities sum to less than p, which only rounding can cause, all are kept.
   size_t count = 0;
   while (count < falling.size() && above < top_p) above += FloatOf(falling[count++]);
   const uint32_t smallest = count ? falling[count - 1] : 0;
   for (int64_t i = 0; i < size; ++i) kept[i] = BitsOf(probabilities[i]) >= smallest ? probabilities[i] : 0.0f;
   auto too_many = std::count(falling.begin() + count, falling.end(), smallest);
-  for (int64_t i = size; too_many > 0; )  // of equal ones the lower ids stay
+  for (int64_t i = size; too_many > 0; )  // of equal probabilities, the lower ids are kept
     if (BitsOf(probabilities[--i]) == smallest) {
       kept[i] = 0.0f;
       --too_many;
@@ -131,9 +131,9 @@ using vector_math::kLanes;
 using vector_math::Vector;
 
 constexpr int64_t kIgnored = -100;  // a label without a loss, as in Paddle
-constexpr int64_t kPiece = 1024;    // logits summed in float32, before float64
+constexpr int64_t kPiece = 1024;    // exponentials that are summed in float32; the pieces are summed in float64
 
-// The logarithm of the sum of the exponentials.
+// Returns the logarithm of the sum of the exponentials.
 double LogSumExp(const float* logits, int64_t size) {
   const float largest = vector_math::Largest(logits, size);
   double total = 0;
@@ -178,7 +178,7 @@ std::vector<Tensor> CrossEntropyGrad(const Tensor& logits, const Tensor& labels,
 #pragma omp parallel for schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const float factor = label[row] == kIgnored ? 0.0 : factors[row];
-    const float sum = logarithm[row], rest = logarithm[row] - sum;  // in float32, large logits would lose digits
+    const float sum = logarithm[row], rest = logarithm[row] - sum;  // one float32 would lose digits of large logits
     if (factor == 0.0f) {
       std::fill_n(to + row * columns, columns, 0.0f);
       continue;
@@ -195,7 +195,7 @@ std::vector<DataType> CrossEntropyType(DataType, DataType) { return {DataType::F
 
 // ---- the tanh form of GELU: x s(x) with s(x) = 1 / (1 + e^(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3) --------------
 
-constexpr int64_t kStretch = 1 << 14;  // numbers of one thread
+constexpr int64_t kStretch = 1 << 14;  // numbers that a thread processes at a time
 
 template <class Of>
 Tensor ForEach(const Tensor& x, const Of& of) {
@@ -216,7 +216,7 @@ std::vector<Tensor> Gelu(const Tensor& x) {
 }
 
 Vector GeluSlope(Vector x) {
-  const Vector end = Vector{} + 64.0f;  // from here on it is 0 or 1, and powers of x must not overflow
+  const Vector end = Vector{} + 64.0f;  // beyond, the slope is 0 or 1, and powers of x could overflow
   x = x < -end ? -end : x;
   x = x > end ? end : x;
   const Vector square = x * x, s = 1.0f / (1.0f + vector_math::Exp(-x * (1.59576912f + 0.0713548163f * square)));
@@ -237,10 +237,12 @@ std::vector<Tensor> GeluGrad(const Tensor& x, const Tensor& upstream) {
 
 // ---- the gradient of LayerNorm and RMSNorm -----------------------------------------------------------------------
 
-constexpr int64_t kBlock = 32;  // rows whose sums are taken by one thread: the result depends on no number of threads
+// Rows whose sums one thread computes. The number is fixed, so that results do not depend on the number of threads.
+constexpr int64_t kBlock = 32;
 
-// Gradients of x [rows, size], and sums [size] for weight and bias, of a block of rows. With n the normalized row,
-// r the inverse deviation and g = dy w: dx = r (g - [mean g] - n mean(g n)), and RMSNorm has no term in brackets.
+// Computes for a block of rows the gradient dx [rows, size] and the block's sums [size] for the gradients of weight
+// and bias. With n the normalized row, r the inverse deviation and g = dy w: dx = r (g - [mean g] - n mean(g n)).
+// Only LayerNorm has the term in brackets.
 void NormGradOfRows(const float* x, const float* weight, const float* dy, int64_t rows, int64_t size, bool centered,
                     float epsilon, float* dx, float* of_weight, float* of_bias) {
   const auto mean = [size](const auto& value) {
@@ -281,7 +283,7 @@ std::vector<Tensor> NormGrad(const Tensor& x, const Tensor& weight, const Tensor
     NormGradOfRows(from + begin, w, up + begin, std::min(kBlock, rows - first), size, centered, epsilon, to + begin,
                    &sums[2 * block * size], &sums[(2 * block + 1) * size]);
   }
-  std::vector<double> totals(2 * size);  // there may be very many blocks
+  std::vector<double> totals(2 * size);  // float64, because there can be many blocks
   for (int64_t block = 0; block < 2 * blocks; ++block)
     for (int64_t i = 0; i < size; ++i) totals[block % 2 * size + i] += sums[block * size + i];
   std::copy_n(totals.begin(), size, of_weight.data<float>());
@@ -339,7 +341,7 @@ PD_BUILD_OP(ppfleetx_norm_backward)
 PD_BUILD_OP(ppfleetx_gelu)
     .Inputs({"X"})
     .Outputs({"Out"})
-    .SetKernelFn(PD_KERNEL(Gelu));  // shape and type are those of X
+    .SetKernelFn(PD_KERNEL(Gelu));  // the result has the shape and type of X
 
 PD_BUILD_GRAD_OP(ppfleetx_gelu)
     .Inputs({"X", paddle::Grad("Out")})

@@ -1,9 +1,9 @@
-"""Our own C++ operators for decoding and training on a CPU. They are optional, and used if they are compiled:
+"""Optional C++ operators for decoding and training on a CPU. They are used if this command has compiled them:
 
     python -m ppfleetx.nn.cpu_ops
 
-This needs a C++ compiler. Without the operators, Paddle's operators and NumPy give the same results. To
-remove compiled operators, delete the directory ``built``.
+The command needs a C++ compiler. Without the operators, Paddle's operators and NumPy give the same results.
+To remove compiled operators, delete the directory ``built``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ppfleetx.nn.cpu_ops.compiled import HOW_TO_MAKE, library_path
 from ppfleetx.utils.log import get_logger
 
 MOST_ROWS = 32
-"""The most rows for which ``few_rows`` is always faster than MKL. In dynamic mode, products with more rows
-use MKL."""
+"""The largest number of rows for which ``few_rows`` is always faster than MKL. In dynamic mode, products with
+more rows use MKL."""
 _HOW_TO_MAKE = f"{HOW_TO_MAKE} compiles operators for this CPU (needs a C++ compiler)"
 
 
@@ -40,7 +40,7 @@ def load(library: str) -> bool:
 
 
 are_available = functools.partial(load, "ops")
-"""Returns whether the operators of this module can be called."""
+"""A function that returns whether the operators of this module can be called."""
 
 
 def note_if_missing() -> None:
@@ -50,8 +50,8 @@ def note_if_missing() -> None:
 
 
 def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.Tensor:
-    """Return the first result of an operator that has a gradient."""
-    if not paddle.is_grad_enabled():  # Paddle 3.3 records operators of a library even so
+    """Call an operator that has a gradient, and return its first result."""
+    if not paddle.is_grad_enabled():  # Paddle 3.3 records custom operators regardless
         operands = tuple(one.detach() if isinstance(one, paddle.Tensor) else one for one in operands)
     return _C_ops._run_custom_op(name, *operands)[0]
 
@@ -62,8 +62,8 @@ def few_rows(
     """Return ``x [..., in] @ weight + bias``, float32 on a CPU, without gradients.
 
     Args:
-        panels: ``weight [in, num_columns]`` in blocks of columns, ``[blocks, in, panel width]``, padded with
-            zeros.
+        panels: ``weight [in, num_columns]`` in panels of adjacent columns, ``[panels, in, panel width]``,
+            padded with zeros.
     """
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
@@ -80,26 +80,26 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to ``probabilities [b, vocabulary]`` (float32 on CPU) with our C++ operator. ``top_p`` is
-    ``[1]`` float32. The result is that of :func:`ppfleetx.generation.logits_processors.nucleus`."""
+    """Apply top-p to ``probabilities [b, vocabulary]`` (float32 on a CPU). ``top_p`` is ``[1]`` float32. The
+    result is the same as that of :func:`ppfleetx.generation.logits_processors.nucleus`."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Return the cross entropy of each row of ``logits [..., columns]`` with its gradient, ``[...]`` float64.
+    """Return the differentiable cross entropy of each row of ``logits [..., columns]``, as ``[...]`` float64.
     Logits are float32 on a CPU. A row with label -100 has loss 0."""
     return with_gradient("ppfleetx_cross_entropy", logits, labels)
 
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
-    """The tanh form of GELU with its gradient, elementwise, float32 on a CPU."""
+    """Apply the differentiable tanh form of GELU, elementwise. ``x`` is float32 on a CPU."""
     return with_gradient("ppfleetx_gelu", x)
 
 
 def norm_gradients(
     x: paddle.Tensor, weight: paddle.Tensor, upstream: paddle.Tensor, *, centered: bool, epsilon: float
 ) -> list[paddle.Tensor]:
-    """Return the gradients of ``x [..., size]``, the gain ``weight [size]`` and the bias of LayerNorm, or of
-    RMSNorm if not ``centered``, float32 on a CPU."""
+    """Return the gradients of LayerNorm with respect to ``x [..., size]``, the gain ``weight [size]`` and the
+    bias. If ``centered`` is False, the norm is RMSNorm. Tensors are float32 on a CPU."""
     operands = (x.detach(), weight.detach(), upstream.contiguous())
     return _C_ops._run_custom_op("ppfleetx_norm_backward", *operands, centered, epsilon)

@@ -1,4 +1,5 @@
-// Operators for products with matrices of 8 and 4 bits. What they compute is said in quantized.py, and how in few_bits.h.
+// Operators for products with matrices of 8 and 4 bits. They are documented in quantized.py, and implemented in
+// few_bits.h.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +15,7 @@ using namespace few_bits;
 
 using Optional = paddle::optional<paddle::Tensor>;
 
-// x times a matrix in the panels of a format.
+// Multiplies x by a matrix that is stored in the panels of a format.
 template <class Format>
 std::vector<paddle::Tensor> Multiply(const paddle::Tensor& x, const paddle::Tensor& panels,
                                      const paddle::Tensor& scales, const Optional& bias, int64_t columns) {

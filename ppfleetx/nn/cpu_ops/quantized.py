@@ -1,4 +1,4 @@
-"""Our own C++ operators for weights of 8 and 4 bits on a CPU, used if they have been compiled
+"""Optional C++ operators for weights of 8 and 4 bits on a CPU. They are used if they have been compiled
 (``python -m ppfleetx.nn.cpu_ops``).
 
 A panel is a block of :data:`WIDTH` adjacent columns.
@@ -15,9 +15,9 @@ from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.cpu_ops.compiled import WIDTH
 
 BLOCK = 8
-"""Number of input features that are read at once. Group sizes are multiples of it."""
+"""The number of input features that are read at once. Group sizes must be multiples of it."""
 MOST_INPUTS = 65536
-"""The most input features for which sums of 8-bit products cannot overflow 32 bits."""
+"""The largest number of input features for which sums of 8-bit products cannot overflow 32 bits."""
 are_available = partial(ops.load, "quantized")
 
 
@@ -60,27 +60,27 @@ def product(
     """Return ``x [..., in] @ (integers * scales [+ offsets]) + bias``, without gradients.
 
     Args:
-        kind: ``int8`` or ``int4``, the type of the weights; ``int8_int8`` or ``int4_int8`` also rounds ``x``
-            to 8 bits.
+        kind: the type of the weights, ``int8`` or ``int4``; with ``int8_int8`` or ``int4_int8``, ``x`` is
+            also rounded to 8 bits.
         x: float32 on CPU.
         panels: result of :func:`int8_panels` (``int8``), :func:`int8_quads` (``int8_int8``) or
             :func:`int4_panels`.
         scales: result of :func:`scale_panels`.
         bias: ``[out]``; None: no bias.
     """
-    # The result differs from that in float64 by at most 2e-6 of ``|x| @ |dequantized weight|``.
+    # The result differs from a float64 result by at most 2e-6 of ``|x| @ |dequantized weight|``.
     return _C_ops._run_custom_op(f"ppfleetx_{kind}", x, panels, scales, bias, columns)[0]
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
-    """Pad ``matrix`` with zeros, until ``multiple`` divides its number of rows and :data:`WIDTH` its number
-    of columns."""
+    """Pad ``matrix`` with zeros to a multiple of ``multiple`` rows and a multiple of :data:`WIDTH`
+    columns."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
     if not below and not right:
         return matrix
     dtype = matrix.dtype
-    if dtype == paddle.uint8:  # programs of Paddle 3.3.1 cannot concatenate it
+    if dtype == paddle.uint8:  # exported programs of Paddle 3.3.1 cannot concatenate uint8
         matrix = paddle.cast(matrix, "int16")
     if below:
         matrix = paddle.concat([matrix, paddle.zeros([below, columns], dtype=matrix.dtype)], axis=0)

@@ -1,4 +1,4 @@
-// Functions of many numbers at once: dot products, exponentials, norms, activations.
+// Vectorized functions: dot products, exponentials, norms, activations.
 
 #pragma once
 
@@ -51,7 +51,7 @@ inline float Sum(Vector value) {
 #endif
 }
 
-// to[i] = of(from[i]) for all i.
+// Computes to[i] = of(from[i]) for all i.
 template <class Of>
 void Map(const float* from, int64_t size, float* to, const Of& of) {
   int64_t i = 0;
@@ -72,7 +72,7 @@ inline float Dot(const float* a, const float* b, int64_t size) {
   return Sum(sums[0] + sums[1]) + rest;
 }
 
-// to[k] = a . rows[k], bit for bit as Dot. With the usual sizes of heads, a stays in registers.
+// Computes to[k] = a . rows[k], bitwise equal to Dot. With common head sizes, `a` stays in registers.
 template <int V>
 void Dots(const float* a, const float* rows, int64_t count, float* to) {
   Vector left[V];
@@ -92,7 +92,8 @@ inline void Dots(const float* a, const float* rows, int64_t count, int64_t size,
   for (int64_t k = 0; k < count; ++k) to[k] = Dot(a, rows + k * size, size);
 }
 
-// y[i] += sum of factors[k] * rows[k][i], in the order of k; V vectors of y at a time, which stay in registers.
+// Computes y[i] += sum of factors[k] * rows[k][i], in the order of k. V vectors of y at a time stay in registers.
+// Begins at index i, and returns the first index for which too few numbers are left.
 template <int V>
 int64_t AddRows(const float* factors, int64_t count, const float* rows, int64_t size, int64_t i, float* y) {
   for (; i + V * kLanes <= size; i += V * kLanes) {
@@ -116,7 +117,8 @@ inline void AddRows(const float* factors, int64_t count, const float* rows, int6
 inline Vector Max(Vector a, Vector b) { return a > b ? a : b; }
 inline Vector Min(Vector a, Vector b) { return a < b ? a : b; }
 
-// e^x, wrong by 2e-7 of itself at most. What is too small gives (almost) 0, what is too large 1.7e38; NaN stays.
+// Returns e^x with a relative error of at most 2e-7. x is clipped: small results are (almost) 0, and the largest result
+// is 1.7e38. NaN stays NaN.
 inline Vector Exp(Vector x) {
   const Vector low = Vector{} - 87.0f, high = Vector{} + 88.0f;
   x = x < low ? low : x;
@@ -131,7 +133,8 @@ inline Vector Exp(Vector x) {
   return sum * (Vector)exponent;
 }
 
-// erfc(t) for t from 0 to 5.5, wrong by 2e-7 at most: e^(-t p(t)), p fitted to float64 by least squares.
+// Returns erfc(t) for t from 0 to 5.5, with an error of at most 2e-7: e^(-t p(t)), where the polynomial p was fitted to
+// float64 values by least squares.
 inline Vector ComplementOfErf(Vector t) {
   constexpr float kFitted[] = {-6.83882249e-8f, 1.94238214e-6f, -2.39786131e-5f, 1.68264116e-4f,
                                -7.23287812e-4f, 1.75044627e-3f, -1.91622763e-4f, -1.91582479e-2f,
@@ -158,7 +161,7 @@ inline Vector Relu(Vector x) {
   return x < zero ? zero : x;
 }
 
-// The sum of of(from[i]) for all i.
+// Returns the sum of of(from[i]) for all i.
 template <class Of>
 float SumOf(const float* from, int64_t size, const Of& of) {
   Vector sum = {};
@@ -169,7 +172,7 @@ float SumOf(const float* from, int64_t size, const Of& of) {
   return rest + Sum(sum);
 }
 
-// Of a row: its mean, taken for 0 if not centered, and 1 / sqrt(variance + epsilon).
+// The mean of a row (0 if not centered), and 1 / sqrt(variance + epsilon).
 struct Moments {
   float mean, inverse;
   Moments(const float* row, int64_t size, bool centered, float epsilon)
@@ -179,7 +182,7 @@ struct Moments {
   }
 };
 
-// to = (from - mean) / sqrt(variance + epsilon) * weight + bias; without a bias, the mean is taken for 0.
+// Computes to = (from - mean) / sqrt(variance + epsilon) * weight + bias. Without a bias, this is RMSNorm: mean = 0.
 inline void Normalize(const float* from, int64_t size, const float* weight, const float* bias, float epsilon,
                       float* to) {
   const Moments of_row(from, size, bias != nullptr, epsilon);
@@ -202,8 +205,8 @@ inline float Largest(const float* values, int64_t size) {
   return largest;
 }
 
-// In place: numbers, times the scale, to their weights of probability. Returns the logarithm of the sum of their
-// exponentials.
+// Replaces the scores by the softmax of scores * scale. Returns the logarithm of the sum of the exponentials of
+// scores * scale.
 inline float Softmax(float* scores, int64_t size, float scale = 1.0f) {
   const float largest = Largest(scores, size);
   Map(scores, size, scores, [&](Vector x) { return Exp((x - largest) * scale); });
