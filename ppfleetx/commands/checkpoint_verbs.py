@@ -50,7 +50,7 @@ class RewritingOptions(OptionalConfigOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShrinkingOptions(RewritingOptions):
+class CalibratedOptions(RewritingOptions):
     """Base class of ``quantize`` and ``prune``. It has the options for input, output and calibration data."""
 
     samples: int = option("windows to calibrate on (default: 64)", default=64, type=whole_number)
@@ -101,7 +101,7 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
 
 
 def calibration_samples(
-    cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
+    cfg: RunConfig, options: CalibratedOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
     """Read the data that ``--calibration`` names, or return None if the option is not given. ``fewest`` is
     the minimum number of calibration tokens."""
@@ -120,7 +120,7 @@ def calibration_samples(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize(ShrinkingOptions):
+class Quantize(CalibratedOptions):
     """Store the weights of a checkpoint in 8 or 4 bits.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The result
@@ -163,7 +163,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prune(ShrinkingOptions):
+class Prune(CalibratedOptions):
     """Remove attention heads, feed-forward units, experts and layers from a checkpoint.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Every

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 
-def start_process(
+def initialize(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
     """Read a configuration, refuse it if it cannot run, choose the device and connect the ranks. Returns the

@@ -20,7 +20,7 @@ from ppfleetx.planner.job import job_of
 from ppfleetx.planner.plan_to_config import UnresolvedConfig, parse_plan, read_unresolved, write_config
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
-from ppfleetx.planner.run_cost import Questions, answers
+from ppfleetx.planner.run_cost import RunCostOptions, answers
 from ppfleetx.planner.search import SearchResult, search
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def report_of(options: Plan) -> str:
     return "\n".join(lines)
 
 
-def _questions_of(options: Plan) -> Questions:
+def _questions_of(options: Plan) -> RunCostOptions:
     ramp = None
     if options.ramp is not None:
         numbers = _numbers(options.ramp, "--ramp")
@@ -78,7 +78,7 @@ def _questions_of(options: Plan) -> Questions:
             raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
         ramp = (numbers[0], numbers[1], numbers[2])
     scale = _numbers(options.scale, "--scale") if options.scale is not None else ()
-    return Questions(
+    return RunCostOptions(
         options.price, options.mtbf, options.save_seconds, options.restart_seconds, tuple(scale), ramp
     )
 
@@ -167,7 +167,7 @@ def _json(
     written: UnresolvedConfig,
     prediction: Prediction | None,
     found: SearchResult | None,
-    questions: Questions,
+    questions: RunCostOptions,
     options: Plan,
 ) -> dict[str, object]:
     if found is None:

@@ -64,9 +64,9 @@ examples:
             size = self.num_processes or world_size()
             check(self.config, overrides, world_size=size if size > 1 else None)
             return
-        from ppfleetx.commands.initialize import start_process
+        from ppfleetx.commands.initialize import initialize
 
-        cfg, ctx = start_process(self.config, overrides, reads=("Train", "Eval"))
+        cfg, ctx = initialize(self.config, overrides, reads=("Train", "Eval"))
         from ppfleetx.commands.train import train
 
         train(cfg, ctx)
@@ -98,7 +98,7 @@ examples:
 
     def run(self) -> None:
         from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
-        from ppfleetx.commands.initialize import start_process
+        from ppfleetx.commands.initialize import initialize
 
         given = [*self.override, *self.settings()]
         with job_of(
@@ -109,7 +109,7 @@ examples:
                 overrides += up_to(self.max_steps, job.config, overrides)
             if self.config is None:
                 overrides += finetuning_defaults(job.config, overrides)
-            cfg, ctx = start_process(job.config, overrides, reads=("Train", "Eval"))
+            cfg, ctx = initialize(job.config, overrides, reads=("Train", "Eval"))
             from ppfleetx.commands.train import train
 
             train(cfg, ctx)

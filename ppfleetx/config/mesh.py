@@ -11,7 +11,7 @@ from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 
 
 @dataclass(frozen=True)
-class View:
+class RankGrid:
     """One arrangement of a job's ranks as a grid with named axes, for dense parameters or for experts.
 
     Attributes:
@@ -27,8 +27,8 @@ class View:
     owners: str
 
 
-DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
-EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
+DENSE = RankGrid(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
+EXPERTS = RankGrid(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
 """The view for expert parameters: the ranks of a pipeline stage, in the same order, along other axes."""
 EXPERT_AXES = ("ep", "emp", "edp")
 """The axes that only the view for expert parameters has."""
@@ -58,7 +58,7 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
     return list(zip(*nodes, strict=True)), nodes
 
 
-def view_of(axes: Collection[str]) -> View:
+def view_of(axes: Collection[str]) -> RankGrid:
     """Return the view that has all of ``axes``: the one for dense parameters or else the one for experts.
 
     Raises:

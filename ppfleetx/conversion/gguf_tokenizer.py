@@ -59,7 +59,7 @@ _GPT4O = (
 
 
 # A GGUF file has only the name of the regular expression that splits text into pieces.
-_CUTS = {
+_PRE_TOKENIZERS = {
     "gpt-2": BYTE_LEVEL,
     "smollm": _DIGITS,
     "llama-bpe": _split(_gpt4_pattern("{1,3}")),
@@ -77,7 +77,7 @@ _OTHER_NAMES = {
 }
 _WITH_BOS = ("llama-bpe", "llama")
 """Tokenizers that put BOS before a text unless the file says otherwise."""
-_WHOLE_WORDS_FIRST = ("llama-bpe",)
+_IGNORE_MERGES = ("llama-bpe",)
 """Tokenizers that encode a piece of text as one token, without merging, if it is in the vocabulary
 (``ignore_merges``)."""
 
@@ -145,17 +145,17 @@ def _of_bytes(
     if said == "default":
         cut = "gpt-2"
         get_logger().warning(f"{place} does not say how its tokenizer splits text; it is read as GPT-2's")
-    if cut not in _CUTS:
+    if cut not in _PRE_TOKENIZERS:
         raise CheckpointError(
             f"{place}: its tokenizer splits text as {shown(said)} ({_KEY}pre), which is not supported; "
-            f"supported: {', '.join(_CUTS)}. Give the model's own tokenizer with --tokenizer DIR"
+            f"supported: {', '.join(_PRE_TOKENIZERS)}. Give the model's own tokenizer with --tokenizer DIR"
         )
     merges = metadata.get(f"{_KEY}merges")
     if merges is None and any(len(token) > 1 and types[number] == _NORMAL for token, number in vocab.items()):
         raise CheckpointError(f"{place}: its metadata lack {_KEY}merges")
     definition = make_definition(vocab, [merge.split(" ") for merge in merges or []], [])
-    definition["pre_tokenizer"] = _CUTS[cut]
-    definition["model"]["ignore_merges"] = cut in _WHOLE_WORDS_FIRST
+    definition["pre_tokenizer"] = _PRE_TOKENIZERS[cut]
+    definition["model"]["ignore_merges"] = cut in _IGNORE_MERGES
     if cut == "qwen2":
         definition["normalizer"] = {"type": "NFC"}
     return definition, cut
@@ -326,12 +326,12 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """Return GGUF's name, such as ``qwen2``, for the rule by which a tokenizer splits text into pieces.
     Raises CheckpointError if the rule is not a supported one."""
     found = _comparable(tokenizer.definition.get("pre_tokenizer"))
-    for name, cut in _CUTS.items():
+    for name, cut in _PRE_TOKENIZERS.items():
         if _comparable(cut) == found:
             return name
     raise CheckpointError(
         f"{tokenizer.place} splits text in a way that cannot be written as GGUF; supported: the ways of "
-        f"{', '.join(_CUTS)}"
+        f"{', '.join(_PRE_TOKENIZERS)}"
     )
 
 

@@ -18,7 +18,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.translation import Translation, take
-from ppfleetx.dialects.user_options import Given
+from ppfleetx.dialects.user_options import UserOption
 
 _SECTION = "Model.moe."
 _READ = (
@@ -42,7 +42,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
     run = Translation("Megatron", place)
     for name, value in arguments.items():
         if name in _READ or name.startswith("moe_"):
-            run.given[name] = one = Given(name, value, place)
+            run.given[name] = one = UserOption(name, value, place)
             key = ALL_KEYS.find(name)
             if key is not None and key.convert is not None and value is not None:
                 take(one, key, run)

@@ -43,7 +43,7 @@ class Record:
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
-class Kind:
+class StandIn:
     """Base class of stand-ins for classes of other libraries, such as PyTorch. A pickle cannot set attributes
     of their instances."""
 
@@ -185,7 +185,7 @@ ARRAY_NAMES: dict[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
     "collections.defaultdict": lambda *_: {},
     "_codecs.encode": lambda text, *_: text.encode("latin-1"),  # bytes, in protocols 0 to 2
-    "numpy.ndarray": Kind,
+    "numpy.ndarray": StandIn,
     "numpy.dtype": PickledType,
     **{
         f"numpy.{core}.{name}": build

@@ -21,9 +21,9 @@ from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.conversion.safe_unpickler import (
     ARRAY_NAMES,
-    Kind,
     Record,
     RefusedPickleError,
+    StandIn,
     WeightsUnpickler,
     reading,
 )
@@ -45,20 +45,20 @@ _STORAGE_DTYPES = {
 }
 
 
-class StorageKind(Kind):
+class StorageKind(StandIn):
     """Base class of the classes that replace PyTorch's storage classes when a pickle is read."""
 
     dtype = ""
 
 
-class ElementType(Kind):
+class ElementType(StandIn):
     """Base class of the classes that replace ``torch.dtype`` values when a pickle is read."""
 
     dtype = ""
 
 
 @dataclass(eq=False)
-class TorchStorage(Kind):
+class TorchStorage(StandIn):
     """A PyTorch storage: a flat array of ``count`` elements. Tensors are views of such arrays. ``read``
     reads a range ``(start, end)`` of the storage's bytes from the file."""
 
@@ -70,7 +70,7 @@ class TorchStorage(Kind):
 class TorchTensor(LazyTensor):
     """A tensor of a PyTorch file, read lazily. A pickle cannot set its attributes."""
 
-    __setstate__ = Kind.__setstate__
+    __setstate__ = StandIn.__setstate__
 
 
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:

@@ -17,7 +17,7 @@ from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node, nested, node_of, put
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
-from ppfleetx.dialects.user_options import Given
+from ppfleetx.dialects.user_options import UserOption
 
 DEFAULT = "its default"
 """Comment for values that are the toolkit's default."""
@@ -34,7 +34,7 @@ class Native:
     """
 
     value: Any
-    origins: tuple[Given, ...] = ()
+    origins: tuple[UserOption, ...] = ()
     why: str = ""
 
     @property
@@ -68,12 +68,12 @@ class Translation:
     dialect: str
     place: str
     native: dict[str, Native] = field(default_factory=dict)
-    fixed: list[Given] = field(default_factory=list)
-    unused: list[Given] = field(default_factory=list)
+    fixed: list[UserOption] = field(default_factory=list)
+    unused: list[UserOption] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, UserOption] = field(default_factory=dict)
 
-    def put(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
+    def put(self, key: str, value: Any, *sources: str | UserOption, why: str = "") -> None:
         """Set the key ``key`` of ppfleetx's configuration. A ``value`` of None leaves the key unset. Raises
         ConfigError if the key already has another value.
 
@@ -95,7 +95,7 @@ class Translation:
             new = replace(new, origins=(*known.origins, *more))
         self.native[key] = new
 
-    def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
+    def replace(self, key: str, value: Any, *sources: str | UserOption, why: str = "") -> None:
         """Set the key ``key`` of ppfleetx's configuration, and discard any earlier value. A ``value`` of None
         leaves the key unset.
 
@@ -106,7 +106,7 @@ class Translation:
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 
-    def put_precision(self, dtype: str, *sources: str | Given, on_cpu: bool) -> None:
+    def put_precision(self, dtype: str, *sources: str | UserOption, on_cpu: bool) -> None:
         """Set the run's compute type to ``dtype``, which is ``float16`` or ``bfloat16``. If ``on_cpu`` is
         True, the run computes in float32 instead."""
         why = "a CPU computes in float32" if on_cpu else ""
@@ -115,12 +115,12 @@ class Translation:
         if on_cpu:
             self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
-    def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
+    def put_null(self, key: str, *sources: str | UserOption, why: str = "") -> None:
         """Set the key ``key`` of ppfleetx's configuration to null. Use this for keys whose default is not
         null."""
         self.native[key] = Native(None, self._given(sources), why)
 
-    def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:
+    def _given(self, sources: Sequence[str | UserOption]) -> tuple[UserOption, ...]:
         return tuple(
             one
             for source in sources
@@ -130,7 +130,7 @@ class Translation:
     def __contains__(self, key: str) -> bool:
         return key in self.given and self.given[key].value is not None
 
-    def origins(self, *keys: str) -> tuple[Given, ...]:
+    def origins(self, *keys: str) -> tuple[UserOption, ...]:
         """Return the user's values of the options ``keys``. Options that the user did not give are left
         out."""
         return tuple(self.given[key] for key in keys if key in self)
@@ -266,14 +266,14 @@ ppfleetx's configuration."""
 
 
 def translate(
-    dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
+    dialect: str, place: str, given: Iterable[UserOption], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
     """Translate the user's options to ppfleetx's configuration. First ``table`` translates each option by
     itself, then ``rules`` translate options that depend on each other. If ``given`` has an option several
     times, the last value is used. Raises ConfigError for unknown and unsupported options."""
     result = Translation(dialect, place)
-    found: dict[str, tuple[Given, Key]] = {}
-    unknown: list[Given] = []
+    found: dict[str, tuple[UserOption, Key]] = {}
+    unknown: list[UserOption] = []
     for one in given:
         key = table.find(one.key)
         if key is None:
@@ -299,7 +299,7 @@ def translate(
     return result
 
 
-def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
+def _refuse_first(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) -> None:
     """Raise ConfigError if the user gave an unsupported option, or an unsupported value of an option that has
     no effect. If there are several, the first in the key table is reported."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
@@ -311,7 +311,7 @@ def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> No
             _check_fixed(given[key.name], key)
 
 
-def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
+def _unknown(one: UserOption, table: KeyTable, dialect: str) -> ConfigError:
     if table.is_block(one.key):
         return ConfigError("must be a mapping of keys", key=one.key, value=one.value, place=one.place)
     return ConfigError(
@@ -322,7 +322,7 @@ def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
     )
 
 
-def take(one: Given, key: Key, result: Translation) -> None:
+def take(one: UserOption, key: Key, result: Translation) -> None:
     if key.kind is Kind.UNUSED:
         result.unused.append(one)
     elif key.kind is Kind.FIXED:
@@ -336,7 +336,7 @@ def take(one: Given, key: Key, result: Translation) -> None:
             result.put(native, value, one)
 
 
-def _check_fixed(one: Given, key: Key) -> None:
+def _check_fixed(one: UserOption, key: Key) -> None:
     accepts = key.accepts
     if accepts is None or any(type(one.value) is type(value) and one.value == value for value in accepts):
         return

@@ -13,7 +13,7 @@ from ppfleetx.config.reading.tree import Node, is_index, plain_scalar, plain_val
 
 
 @dataclass(frozen=True)
-class Given:
+class UserOption:
     """One option that the user gave to another toolkit, with its value.
 
     Attributes:
@@ -33,7 +33,7 @@ class Given:
         return f"{self.place}, {self.key}"
 
 
-def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
+def given_in(tree: Node, prefix: str = "") -> Iterator[UserOption]:
     """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
     before each key. Mappings and lists of mappings are flattened; any other list is one value. An empty
     mapping becomes None."""
@@ -46,13 +46,13 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
                 if isinstance(item.value, dict):
                     yield from given_in(item, f"{name}.{index}.")
                 else:
-                    yield Given(f"{name}.{index}", plain_value(item), item.place, item.text)
+                    yield UserOption(f"{name}.{index}", plain_value(item), item.place, item.text)
         else:
             value = None if node.value == {} else plain_value(node)
-            yield Given(name, value, node.place, node.text)
+            yield UserOption(name, value, node.place, node.text)
 
 
-def given_in_file(path: Path, prefix: str = "", *, named: Given | None = None) -> Iterator[Given]:
+def given_in_file(path: Path, prefix: str = "", *, named: UserOption | None = None) -> Iterator[UserOption]:
     """Yield all values in a YAML or JSON file with their dotted keys. ``prefix`` is put before each key.
     ``named`` is the user's option that names the file, for error messages."""
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
@@ -71,7 +71,7 @@ def given_arguments(
     known: Collection[str] | None = None,
     *,
     first: int = 1,
-) -> Iterator[Given]:
+) -> Iterator[UserOption]:
     """Yield the options of a command line: ``--name value``, ``--name=value``, or a flag without a value.
 
     Args:
@@ -81,7 +81,7 @@ def given_arguments(
         known: names of all options, if known. Any other option without a value then counts as a flag.
         first: the position of ``argv[0]`` on the whole command line, for the positions in messages.
     """
-    seen: dict[str, Given] = {}
+    seen: dict[str, UserOption] = {}
     position = 0
     while position < len(argv):
         written, place = argv[position], f"argument {position + first}"
@@ -92,17 +92,17 @@ def given_arguments(
         position += 1
         normal = normal_name(name)
         if normal in flags and not equals:
-            one = Given(name, True, place)
+            one = UserOption(name, True, place)
         elif normal in many and not equals:
             position += len(following)
-            one = Given(name, [plain_scalar(text) for text in following], place)
+            one = UserOption(name, [plain_scalar(text) for text in following], place)
         else:
             is_flag = not equals and not following
             if is_flag and (known is None or normal in known):
                 raise ConfigError("needs a value", key=name, place=place)
             text = inline if equals else "true" if is_flag else following[0]
             position += not equals and not is_flag
-            one = Given(name, plain_scalar(text), place, text)
+            one = UserOption(name, plain_scalar(text), place, text)
         earlier = seen.setdefault(normal, one)
         if earlier.value != one.value:
             raise ConfigError(f"is already given ({earlier.place})", key=name, value=one.value, place=place)

@@ -25,7 +25,7 @@ class BasicModule(ABC):
     """A task on a model, independent of the parallel plan. The methods must not keep state between calls.
     Under pipeline parallelism, :meth:`forward` is not called, because the pipeline runs the stages itself."""
 
-    loss_in_pieces = False
+    loss_in_chunks = False
     """Whether :meth:`loss` only passes ``outputs`` to the factory's ``token_loss`` or ``token_scores``.
     ``Model.loss_chunks`` greater than 1 requires this, because ``outputs`` are then
     :class:`~ppfleetx.nn.chunked_loss.DeferredLogits` instead of a tensor."""
@@ -80,7 +80,7 @@ class WrappedTask(BasicModule):
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)
-        self.task, self.metrics, self.loss_in_pieces = task, task.metrics, task.loss_in_pieces
+        self.task, self.metrics, self.loss_in_chunks = task, task.metrics, task.loss_in_chunks
 
     def count(self, batch: MicroBatch) -> float:
         return self.task.count(batch)

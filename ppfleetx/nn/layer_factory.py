@@ -47,7 +47,7 @@ from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.param_spec_transforms import adapter, linear_kind, quantizer, quantizer_numbers
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.stage import declare
-from ppfleetx.nn.token_dispatcher import ExpertExchange
+from ppfleetx.nn.token_dispatcher import TokenDispatcher
 from ppfleetx.nn.token_scores import token_scores
 
 # Zeros instead of Paddle's random values, which build_stage would replace.
@@ -75,11 +75,11 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     return factory
 
 
-def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
+def _expert_exchange(ctx: ParallelContext) -> TokenDispatcher:
     """Return the expert exchange for the parallel plan of ``ctx``. The groups ``ep`` and ``emp`` exist only
     in a model with experts."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
-    return ExpertExchange(
+    return TokenDispatcher(
         ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")
     )
 
@@ -99,7 +99,7 @@ class LocalFactory:
     hidden_same_on: tuple[str, ...] = SAME_ON_MP
 
     def __init__(self) -> None:
-        self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), ExpertExchange()
+        self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), TokenDispatcher()
 
     def local_count(self, count: int, what: str) -> int:
         return count

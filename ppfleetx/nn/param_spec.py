@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ppfleetx.config.mesh import SUM_ORDER, Mesh, View, view_of
+from ppfleetx.config.mesh import SUM_ORDER, Mesh, RankGrid, view_of
 from ppfleetx.nn.init import Constant, Init
 
 Axes = tuple[str, ...]
@@ -87,7 +87,7 @@ class ParamSpec:
     name: str = ""
 
     @property
-    def view(self) -> View:
+    def view(self) -> RankGrid:
         """The grid of ranks on which the parameter is placed. Dense parameters and parameters of experts have
         different grids."""
         return view_of({*self.value, *self.grad})
@@ -209,7 +209,7 @@ def may_lack_gradient(spec: ParamSpec) -> bool:
     return spec.trains and "ep" in spec.view.axes
 
 
-def norm_axes(view: View, mesh: Mesh) -> Axes:
+def norm_axes(view: RankGrid, mesh: Mesh) -> Axes:
     """Return the axes of ``view`` over which squared gradients are summed to get the gradient norm."""
     # These are the axes whose ranks have different gradients, or different parts of one. With ZeRO, only the
     # owner has the gradient.
@@ -218,7 +218,7 @@ def norm_axes(view: View, mesh: Mesh) -> Axes:
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
 
 
-def _is_replica(axis: str, view: View) -> bool:
+def _is_replica(axis: str, view: RankGrid) -> bool:
     return axis in view.replicas and axis != "ep"
 
 

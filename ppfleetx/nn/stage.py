@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
     from ppfleetx.nn.mlp_spec import GroupedLinearSpec
-    from ppfleetx.nn.token_dispatcher import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import TokenDispatcher
 
 NameOf = Callable[[str], str]
 """A function that returns the canonical name of the item at a path within a layer."""
@@ -104,7 +104,7 @@ class LayerFactory(Protocol):
     keeps_weights: bool
     fused: FusedOps
     matmul: Matmul
-    experts: ExpertExchange
+    experts: TokenDispatcher
     hidden_same_on: tuple[str, ...]
     group: Any
 

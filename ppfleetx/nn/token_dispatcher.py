@@ -21,7 +21,7 @@ from ppfleetx.distributed.collectives import alltoall_rows, gather_rows, start_a
 from ppfleetx.distributed.host_device_copy import read, upload
 
 
-class ExpertExchange:
+class TokenDispatcher:
     """The exchange of hidden states among the expert-parallel ranks of a pipeline stage.
 
     Args:

@@ -31,7 +31,7 @@ from ppfleetx.optims.gradients import complete_gradient, is_in_use, scale_to_nor
 from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.param_broadcast import NewValues
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
     from ppfleetx.parallel.sharding import Sharding
     from ppfleetx.parallel.zero3 import ParameterSharding
 
@@ -58,7 +58,7 @@ class GradientSync:
         tied_group: Any = None,
         has_experts: bool = False,
         sharding: Sharding | None = None,
-        values: NewValues | ParameterSharding | None = None,
+        values: ParamBroadcast | ParameterSharding | None = None,
         bucket_bytes: int | None = None,
         ops: FusedOps = NO_FUSED_OPS,
     ) -> None:

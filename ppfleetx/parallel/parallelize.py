@@ -32,7 +32,7 @@ from ppfleetx.parallel.mixed_precision import Precision
 from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.param_broadcast import NewValues
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
     from ppfleetx.parallel.pipeline import StagePipeline
     from ppfleetx.parallel.sharding import Sharding
     from ppfleetx.parallel.zero3 import ParameterSharding
@@ -46,10 +46,10 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
         ConfigError: for example if, in training, ``Model.loss_chunks`` is above 1, but the task's loss needs
             whole logits.
     """
-    if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
+    if train and cfg.Model.loss_chunks > 1 and not module.loss_in_chunks:
         raise ConfigError(
             f"{cfg.Model.module} computes its loss from whole logits; set it to 1 (a task whose loss only "
-            "calls the factory's token_loss may say loss_in_pieces = True)",
+            "calls the factory's token_loss may say loss_in_chunks = True)",
             key="Model.loss_chunks",
             value=cfg.Model.loss_chunks,
         )
@@ -190,16 +190,16 @@ def _values(
     stages: Sequence[tuple[int, paddle.nn.Layer]],
     cfg: RunConfig,
     ctx: ParallelContext,
-) -> NewValues | ParameterSharding:
+) -> ParamBroadcast | ParameterSharding:
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.zero3 import ParameterSharding
 
         return ParameterSharding(sharding, stages, ahead=overlaps)
-    from ppfleetx.parallel.param_broadcast import NewValues
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
 
     layers = [layer for _, layer in stages] if overlaps else None
-    return NewValues(trainable, sharding, layers, cfg.Distributed.packed_bytes)
+    return ParamBroadcast(trainable, sharding, layers, cfg.Distributed.packed_bytes)
 
 
 @paddle.no_grad()

@@ -1,5 +1,5 @@
 """Parameter broadcast of sharding stages 1 and 2: the owner of a parameter sends its new values after an
-update. Code other than forward passes must call :meth:`NewValues.finish` before it reads parameters."""
+update. Code other than forward passes must call :meth:`ParamBroadcast.finish` before it reads parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_BYTES = 256 << 10
 transfer time."""
 
 
-class NewValues:
+class ParamBroadcast:
     """Broadcasts updated parameters from their owners.
 
     Args:

@@ -30,7 +30,7 @@ from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
-UNWAITED_MESSAGES = 2
+MAX_MESSAGES_IN_FLIGHT = 2
 """The largest number of gradient messages in transit in stages 2 and 3. Two messages to different owners use
 both directions of a link. More messages would hold gradients in memory that these stages are meant to
 free."""
@@ -242,7 +242,7 @@ class Sharding:
             self._drop(parameters)
             return
         # The owner must add micro batches in order, so wait for an earlier one.
-        while len(self._under_way) == UNWAITED_MESSAGES or self._is_under_way(parameters):
+        while len(self._under_way) == MAX_MESSAGES_IN_FLIGHT or self._is_under_way(parameters):
             self._complete()
         gradients = [take_gradient(p) for p in parameters]
         task = self._start(axes, owner)(flatten_in_place(gradients))

@@ -93,7 +93,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Questions:
+class RunCostOptions:
     """The options of ``ppfleetx plan`` about the whole run, such as ``--mtbf``."""
 
     price: float | None
@@ -124,7 +124,7 @@ class Questions:
         return failures(prediction, node_mtbf=node_mtbf, save=save, restart=self.restart_seconds)
 
 
-def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
+def answers(prediction: Prediction, tokens: float, asked: RunCostOptions) -> list[str]:
     run = run_length(prediction, tokens)
     lines = [
         "",
@@ -166,7 +166,7 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
     )
 
 
-def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
+def _scale_lines(prediction: Prediction, tokens: float, asked: RunCostOptions) -> list[str]:
     """Return the lines of a table of step time, days, card-hours and MFU for other numbers of cards. Only the
     number of data-parallel replicas changes; model parallelism and the global batch stay the same."""
     job, lines = (

@@ -16,7 +16,7 @@ if late == "late":
     import signal
     signal.signal(signal.SIGTERM, lambda *_: None)
     handler = signal.getsignal(signal.SIGTERM)
-from ppfleetx.commands.initialize import start_process
+from ppfleetx.commands.initialize import initialize
 
 for number, config in enumerate(configs):
     overrides = [
@@ -25,7 +25,7 @@ for number, config in enumerate(configs):
         "Engine.max_steps=3", "Engine.eval_freq=0", "Data.Eval=null",
         "Global.flags={FLAGS_benchmark: true}" if number == 0 else "Global.seed=1024",
     ]
-    cfg, ctx = start_process(config, overrides, reads=("Train",))
+    cfg, ctx = initialize(config, overrides, reads=("Train",))
     from ppfleetx.commands.train import train  # which imports Paddle
     train(cfg, ctx)
     import paddle
@@ -72,7 +72,7 @@ def test_several_runs_in_each_rank_of_a_job(pools, corpus, tmp_path):
 
 def runs(corpus: str, output: str, plans: list[list[str]]) -> None:
     """In a rank: one run after the other, each from its configuration."""
-    from ppfleetx.commands.initialize import start_process
+    from ppfleetx.commands.initialize import initialize
     from ppfleetx.commands.train import train
 
     for number, overrides in enumerate(plans):
@@ -86,5 +86,5 @@ def runs(corpus: str, output: str, plans: list[list[str]]) -> None:
             "Global.local_batch_size=null",
             *overrides,
         ]
-        cfg, ctx = start_process(str(NANO), given, reads=("Train",))
+        cfg, ctx = initialize(str(NANO), given, reads=("Train",))
         train(cfg, ctx)

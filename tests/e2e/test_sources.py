@@ -96,7 +96,7 @@ def train_in_ranks(directory: str, output: str) -> None:
     """In each rank of a pool: the same training under some plans of its size."""
     import os
 
-    from ppfleetx.commands.initialize import start_process
+    from ppfleetx.commands.initialize import initialize
     from ppfleetx.commands.train import train
 
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
@@ -115,7 +115,7 @@ def train_in_ranks(directory: str, output: str) -> None:
             "Model.attention_probs_dropout_prob=0",
             *plan,
         ]
-        train(*start_process(str(NANO), given, reads=("Train", "Eval")))
+        train(*initialize(str(NANO), given, reads=("Train", "Eval")))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from ppfleetx.checkpoint.manager import SharedSave
 from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.data.gpt_dataset import GPTDataset
-from ppfleetx.distributed.cpu.transport import Mesh
+from ppfleetx.distributed.cpu.transport import Connections
 from ppfleetx.resilience.progress import PROGRESS
 
 AT_STEP = 3
@@ -159,9 +159,9 @@ def amid(moment: str, share: float) -> None:
         _halt_in_save(after=bool(share))
         return
     name, number = {"step": ("_step", 3), "eval": ("evaluate", 2)}[moment]
-    act, launch, calls, count, total, halts_at = getattr(Engine, name), Mesh.launch, 0, 0, 0, -1
+    act, launch, calls, count, total, halts_at = getattr(Engine, name), Connections.launch, 0, 0, 0, -1
 
-    def counted(mesh: Mesh, operation: Any, *, sync: bool) -> Any:
+    def counted(mesh: Connections, operation: Any, *, sync: bool) -> Any:
         nonlocal count
         if count == halts_at:
             reached()
@@ -178,7 +178,7 @@ def amid(moment: str, share: float) -> None:
         total = count - before
         return done
 
-    Mesh.launch = counted
+    Connections.launch = counted
     setattr(Engine, name, measured)
 
 

@@ -84,13 +84,13 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     import paddle
     from paddle import distributed
 
-    from ppfleetx.nn.token_dispatcher import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import TokenDispatcher
 
     rank, size = distributed.get_rank(), distributed.get_world_size()
     groups = groups_along(ep, emp)
     at_ep, at_emp = divmod(rank, emp)
     params = parameters(ep, at_ep, emp, at_emp)
-    outputs, gradient, grads = run(ExpertExchange(**groups), *case_of(route, rank), params)
+    outputs, gradient, grads = run(TokenDispatcher(**groups), *case_of(route, rank), params)
     if emp > 1:
         b2 = paddle.to_tensor(grads["b2"])
         distributed.all_reduce(b2, group=groups["emp"])
@@ -99,7 +99,7 @@ def worst_difference(ep: int, emp: int, route: str) -> float:
     cases = [case_of(route, r) for r in range(size)]
     all_rows, all_chosen = (np.concatenate(parts) for parts in zip(*cases, strict=True))
     order = np.argsort(all_chosen, kind="stable")
-    whole = run(ExpertExchange(), all_rows[order], all_chosen[order], parameters(1, 0, 1, 0))
+    whole = run(TokenDispatcher(), all_rows[order], all_chosen[order], parameters(1, 0, 1, 0))
     back = np.argsort(order)
     begin = sum(len(case_of(route, r)[1]) for r in range(rank))
     here = slice(begin, begin + len(outputs))
@@ -130,14 +130,14 @@ def levels_apart(ep: int, emp: int, route: str, per_node: int) -> list[list[int]
     from paddle import distributed
 
     from ppfleetx.config.mesh import levels_of
-    from ppfleetx.nn.token_dispatcher import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import TokenDispatcher
 
     groups, along = groups_along(ep, emp), np.arange(ep * emp).reshape(ep, emp).T
     split = [levels_of(ranks.tolist(), per_node) for ranks in along]
     levels = tuple(_mine([*chain(*lists)]) for lists in zip(*split, strict=True))
     at_ep, at_emp = divmod(distributed.get_rank(), emp)
     found, sizes = [], []
-    for exchange in (ExpertExchange(**groups), ExpertExchange(**groups, levels=levels)):
+    for exchange in (TokenDispatcher(**groups), TokenDispatcher(**groups, levels=levels)):
         with _noted_all_to_alls() as calls:
             params = parameters(ep, at_ep, emp, at_emp)
             outputs, gradient, grads = run(exchange, *case_of(route, distributed.get_rank()), params)
@@ -170,10 +170,10 @@ def halves() -> list[Any]:
     rows."""
     import paddle
 
-    from ppfleetx.nn.token_dispatcher import ExpertExchange
+    from ppfleetx.nn.token_dispatcher import TokenDispatcher
     from tests.distributed.cpu.cases import group_of
 
-    exchange = ExpertExchange(alike=group_of([0, 1]))
+    exchange = TokenDispatcher(alike=group_of([0, 1]))
     found = []
     for num_rows in (4, 5, 1):
         rows = paddle.arange(num_rows * 2, dtype="float32").reshape([num_rows, 2])

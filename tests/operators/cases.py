@@ -182,13 +182,13 @@ class _Step:
     def __init__(
         self, cfg: Any, ctx: Any, module: Any, documents: bool, change: Change, *, trains: bool
     ) -> None:
-        from ppfleetx.core.engine.rank_consistency import Watch
+        from ppfleetx.core.engine.rank_consistency import RankConsistency
         from ppfleetx.parallel.parallelize import parallelize
 
         self.module, self.runner = module, parallelize(module, cfg, ctx, train=trains)
         self._cfg, self._ctx, self._documents, self._change = cfg, ctx, documents, change
         self._watch, self._stop = (
-            Watch(cfg, ctx, 1e9, self.runner.count),
+            RankConsistency(cfg, ctx, 1e9, self.runner.count),
             SimpleNamespace(signal_name=None, agree=bool),
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.parallel import param_broadcast
-from ppfleetx.parallel.param_broadcast import NewValues
+from ppfleetx.parallel.param_broadcast import ParamBroadcast
 from tests.helpers.ranks import fields_of
 
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
@@ -34,7 +34,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
     monkeypatch.setattr(param_broadcast.distributed, "broadcast", broadcast)
     monkeypatch.setattr(param_broadcast, "SMALL_BYTES", 1000)
     parameters = [p for layer in layers for p in layer.parameters()]
-    values = NewValues(parameters, owned_by(lambda p: int(p is layers[1].weight)), layers, 1 << 20)
+    values = ParamBroadcast(parameters, owned_by(lambda p: int(p is layers[1].weight)), layers, 1 << 20)
     values.updated()
     sent = ["send 48 small from 0", "send weight 0 from 0", "send weight 1 from 1", "send weight 2 from 0"]
     assert events == sent
@@ -48,7 +48,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
     events.clear()
     values.finish()
     assert events == ["have 48 small", "have weight 0", "have weight 1", "have weight 2"]
-    few = NewValues(parameters, owned_by(lambda _: 0), layers, packed_bytes=2 * 16 * 4)
+    few = ParamBroadcast(parameters, owned_by(lambda _: 0), layers, packed_bytes=2 * 16 * 4)
     events.clear()
     few.updated()
     assert events[0] == "send 32 small from 0", "no more is packed than a bucket"
@@ -146,7 +146,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     import paddle
     from paddle.base import core
 
-    from ppfleetx.core.engine.rank_consistency import Watch
+    from ppfleetx.core.engine.rank_consistency import RankConsistency
     from ppfleetx.distributed import host_device_copy
     from ppfleetx.resilience.stop_request import StopRequest
     from tests.parity.training import build, micro_batches, take_step
@@ -177,7 +177,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
             values.finish()
         return to_numpy(tensor)
 
-    watch, counts = Watch(cfg, ctx, 1e6, runner.count), ([], [])
+    watch, counts = RankConsistency(cfg, ctx, 1e6, runner.count), ([], [])
     with (
         mock.patch.object(host_device_copy, "on_card", lambda: True),
         mock.patch.object(core.Place, "is_cpu_place", lambda _: False),

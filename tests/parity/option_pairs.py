@@ -95,7 +95,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "sep": Option("ppfleetx.nn.context_parallel:exchange", plan={"sep": 2}),
     "sharding_1": Option(
-        "ppfleetx.parallel.param_broadcast:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
+        "ppfleetx.parallel.param_broadcast:ParamBroadcast.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
     "sharding_2": Option(
         "ppfleetx.parallel.sharding:Sharding._send_full", plan={**_SHARDED, "sharding_stage": 2}

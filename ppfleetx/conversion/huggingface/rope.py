@@ -15,7 +15,7 @@ PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0
 _TYPES = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
-_TURNED_PART = {
+_ROTARY_FRACTION = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
 """The default fraction of each head that is rotated, if config.json does not give it."""
@@ -39,9 +39,9 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     keys = {"rotary_base": _base(config), "rope_scaling": _scaling(place, given, config)}
     kind = config.get("model_type")
-    if kind in _TURNED_PART:
+    if kind in _ROTARY_FRACTION:
         places = (given.get("partial_rotary_factor"), config.get("partial_rotary_factor"))
-        return keys | {"rotary_percent": float(_first(*places, _TURNED_PART[kind]))}
+        return keys | {"rotary_percent": float(_first(*places, _ROTARY_FRACTION[kind]))}
     for where in (config, given):
         if where.get("partial_rotary_factor") not in (None, 1.0):
             raise CheckpointError(

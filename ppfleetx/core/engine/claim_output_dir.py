@@ -60,7 +60,7 @@ def begin(
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
             _refuse_other_tokenizer(cfg, tokenizer)
-            ownership = claim(cfg, start, partial(length.comes_to, start.state, cfg.batch))
+            ownership = claim(cfg, start, partial(length.will_reach, start.state, cfg.batch))
             if tokenizer is not None:
                 _save_tokenizer(cfg, tokenizer)
     run = gather(ctx, None if ownership is None else ownership.run)[0]
@@ -92,7 +92,7 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
         )
 
 
-def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
+def claim(cfg: RunConfig, start: Start, will_reach: Callable[[int, int], bool]) -> Ownership:
     """Claim the output directory on rank 0, and return the rule that decides which checkpoints in the
     directory this run may delete and replace. Writes the configuration and the run's identity, and removes
     unfinished files of a killed run. With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics
@@ -100,7 +100,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
     that run was killed before its first checkpoint, also deletes its metrics files.
 
     Args:
-        comes_to: returns whether this run may save a checkpoint of this epoch and step.
+        will_reach: returns whether this run may save a checkpoint of this epoch and step.
 
     Raises:
         ConfigError: the directory cannot be written, or another run's checkpoint has a name that this run may
@@ -112,8 +112,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
     spared = frozenset(path for _, place in weight_sources(cfg) for path in _checkpoint_at(place))
     ownership = Ownership(record.run, options.keep_max, spared)
     try:
-        leaving = _leaving(output_dir, earlier, ownership) if options.overwrite else []
-        _refuse_names_in_use(cfg, ownership, leaving, comes_to)
+        leaving = _checkpoints_to_delete(output_dir, earlier, ownership) if options.overwrite else []
+        _refuse_names_in_use(cfg, ownership, leaving, will_reach)
         if options.overwrite:
             _delete_earlier_run(output_dir, earlier, leaving)
         for place in (output_dir, output_dir / "tokenizer", output_dir / "predictions"):
@@ -156,7 +156,7 @@ def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRe
     return RunRecord(new_run())
 
 
-def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
+def _checkpoints_to_delete(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)
@@ -164,13 +164,13 @@ def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) 
 
 
 def _refuse_names_in_use(
-    cfg: RunConfig, ownership: Ownership, leaving: list[Path], comes_to: Callable[[int, int], bool]
+    cfg: RunConfig, ownership: Ownership, leaving: list[Path], will_reach: Callable[[int, int], bool]
 ) -> None:
     in_the_way = [
         path.name
         for path in sorted(output_dir_of(cfg).iterdir())
         if (at := parse_step_directory(path.name)) is not None
-        and comes_to(*at)
+        and will_reach(*at)
         and path not in leaving
         and not ownership.may_replace(path)
         and not (is_damaged(path) and path.resolve() not in ownership.spared)

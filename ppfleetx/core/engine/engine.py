@@ -16,7 +16,7 @@ from ppfleetx.config.formatting import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.callbacks.device_usage import device_name
-from ppfleetx.core.engine.rank_consistency import Watch
+from ppfleetx.core.engine.rank_consistency import RankConsistency
 from ppfleetx.core.engine.run_view import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.train_state import TrainingLength, TrainState
@@ -93,7 +93,7 @@ class Engine:
         self._callbacks = callbacks or CallbackList()
         self._callback_error: UserError | None = None
         self._is_fitting = False
-        self._watch = Watch(cfg, ctx, samples_per_epoch, runner.count)
+        self._watch = RankConsistency(cfg, ctx, samples_per_epoch, runner.count)
         self._saved_step = -1
 
     @property

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ppfleetx.resilience.stop_request import StopRequest
 
 
-class Watch:
+class RankConsistency:
     """Makes all ranks stop after the same step and fail with the same message, and runs the checks of
     ``Engine.checks``.
 

@@ -132,7 +132,7 @@ class TrainingLength:
         epoch = int(steps_done // self.steps_per_epoch)
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
-    def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
+    def will_reach(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
         """Return whether a run that continues from ``state`` will complete optimizer step ``step`` in epoch
         ``epoch``. Only then may it save a checkpoint with these numbers in its name."""
         if not state.step < step <= self.max_steps:

@@ -14,7 +14,7 @@ class GPTModule(BasicModule):
     """The task of predicting the next token, with the cross entropy over tokens with ``loss_mask`` 1."""
 
     @property
-    def loss_in_pieces(self) -> bool:
+    def loss_in_chunks(self) -> bool:
         """Whether the loss may be computed for chunks of tokens, to save memory. False for a subclass that
         overrides ``loss``, unless it also overrides this property."""
         return type(self).loss is GPTModule.loss
@@ -34,7 +34,7 @@ class GPTEvalModule(GPTModule):
     metrics = ("non_finite",)  # the fraction of tokens whose log-probability is not finite
 
     @property
-    def loss_in_pieces(self) -> bool:
+    def loss_in_chunks(self) -> bool:
         return type(self).loss is GPTEvalModule.loss
 
     def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:

@@ -54,7 +54,7 @@ class LoopCache:
         return paddle.full([1], num_past, "int64"), penalty, memory
 
 
-class RoomCache:
+class PreallocatedCache:
     """A key/value cache for one iteration of the exported decoding loop, in memory that was allocated before
     the loop.
 
@@ -106,7 +106,7 @@ class RoomCache:
         return self.penalties[window]
 
 
-def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
+def preallocated(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
     """Extend the keys and values of all layers by zeros, as room for `ROOM` more positions."""
     return _with_room(past, ROOM)
 

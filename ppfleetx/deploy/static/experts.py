@@ -11,7 +11,7 @@ from ppfleetx.nn.layers import GroupedLinear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.moe import MoE
 from ppfleetx.nn.quantized import QuantizedGroupedLinear, QuantizedMatrix, round_rows
-from ppfleetx.nn.token_dispatcher import ExpertExchange, RoundTrip
+from ppfleetx.nn.token_dispatcher import RoundTrip, TokenDispatcher
 
 
 class GroupedMatrix:
@@ -122,7 +122,7 @@ class _CountsOnDevice(RoundTrip):
         return self._rows, self._counts
 
 
-class ProgramExchange(ExpertExchange):
+class ProgramTokenDispatcher(TokenDispatcher):
     """The token dispatcher of an exported program. The program runs in one process, so no hidden states are
     sent. The number of tokens per expert stays on the device."""
 
@@ -135,7 +135,7 @@ def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
     matrices = []
     for mixture in model.sublayers():
         if isinstance(mixture, MoE):
-            mixture.exchange = ProgramExchange()
+            mixture.exchange = ProgramTokenDispatcher()
             experts = mixture.experts
             experts.fc1, experts.fc2 = ProgramGroupedLinear(experts.fc1), ProgramGroupedLinear(experts.fc2)
             matrices += [*experts.fc1.matrices, *experts.fc2.matrices]

@@ -13,7 +13,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from ppfleetx.deploy.static.cache import LoopCache, RoomCache
+from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache
 from ppfleetx.generation.fused_blocks import FusedBlocks, can_fuse, linears_of
 from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
@@ -63,7 +63,7 @@ class Matrix:
         return product.unsqueeze(self.single_axis) if x.ndim == 3 else product
 
 
-class SmallMatrix(Matrix):
+class QuantizedProgramMatrix(Matrix):
     """A quantized weight matrix, as a constant of an exported program. In a program with our C++ operators,
     the matrix stays quantized. Otherwise it is dequantized when the program is loaded."""
 
@@ -97,7 +97,7 @@ class ProgramLinear(nn.Layer):
         self.weight, self.bias = linear.weight, linear.bias
         if isinstance(linear, QuantizedLinear):
             self.scale = linear.scale
-            self.matrix = SmallMatrix(linear.matrix)
+            self.matrix = QuantizedProgramMatrix(linear.matrix)
         else:
             self.matrix = Matrix(linear.weight)
 
@@ -161,7 +161,7 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
     matrices = [getattr(linear, "matrix", None) for linear in linears]
-    return ProgramBlocks(layers) if all(isinstance(one, SmallMatrix) for one in matrices) else None
+    return ProgramBlocks(layers) if all(isinstance(one, QuantizedProgramMatrix) for one in matrices) else None
 
 
 @paddle.jit.not_to_static
@@ -174,7 +174,10 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 
 
 def run_blocks(
-    blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
+    blocks: ProgramBlocks,
+    hidden: paddle.Tensor,
+    position_ids: paddle.Tensor,
+    cache: LoopCache | PreallocatedCache,
 ) -> paddle.Tensor:
     """Run all transformer blocks and the final norm on the hidden states ``[s, b, h]`` of new positions,
     whose indices are ``[b, s]``. Returns the new hidden states ``[s, b, h]``. ``cache`` provides the keys and
@@ -186,7 +189,7 @@ def run_blocks(
 
 
 def _add_linear(weights: fused_blocks.BlockWeights, linear: nn.Layer) -> bool:
-    matrix: SmallMatrix = linear.matrix
+    matrix: QuantizedProgramMatrix = linear.matrix
     values, scales = matrix.as_stored
     weights.add_linear(matrix.stored.panel_format, values, scales, linear.weight.shape[1], linear.bias)
     return True

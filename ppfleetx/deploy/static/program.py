@@ -24,12 +24,12 @@ from paddle.jit.dy2static import convert_call_func, program_translator
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
-from ppfleetx.deploy.static.cache import LoopCache, RoomCache, with_room
+from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache, preallocated
 from ppfleetx.deploy.static.experts import grouped_matrices_of
 from ppfleetx.deploy.static.linear import (
     Matrix,
     ProgramBlocks,
-    SmallMatrix,
+    QuantizedProgramMatrix,
     begin,
     make_weights,
     matrices_of,
@@ -166,12 +166,12 @@ class GenerationProgram(nn.Layer):
             self.head = Matrix(self.head_matrix)
             if next_token.small_head is not None:
                 self.register_buffer("head_scale", next_token.small_head.scale)
-                self.head = SmallMatrix(next_token.small_head)
+                self.head = QuantizedProgramMatrix(next_token.small_head)
             self.matrices.append(self.head)
 
     @property
     def is_quantized(self) -> bool:
-        return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
+        return any(isinstance(matrix, QuantizedProgramMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
         """Return the file name of this program with C++ operators that store matrices in groups of ``width``
@@ -257,7 +257,7 @@ class GenerationProgram(nn.Layer):
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
         finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1)
         while paddle.logical_not(finished.all()):
-            past = with_room(past)
+            past = preallocated(past)
             end = past[0].shape[2]
             while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
                 logits, past = self._append(token, past, length + step, padding)
@@ -279,7 +279,7 @@ class GenerationProgram(nn.Layer):
         position = paddle.minimum(column - padding, last_position)
         columns = paddle.arange(past[0].shape[2])
         visible = paddle.logical_and(columns >= padding, columns <= column)
-        return self._run_model((token.unsqueeze(-1), position), RoomCache(past, column, visible))
+        return self._run_model((token.unsqueeze(-1), position), PreallocatedCache(past, column, visible))
 
     def _decode_one(
         self,
@@ -371,7 +371,7 @@ class GenerationProgram(nn.Layer):
         return self._choose(logits, step, *sampling), past
 
     def _run_model(
-        self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
+        self, state: tuple[paddle.Tensor, ...], cache: LoopCache | PreallocatedCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Run the model once. Returns the logits and the new cache.
 

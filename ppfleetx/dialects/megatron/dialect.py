@@ -17,7 +17,7 @@ from ppfleetx.dialects.megatron.parallel_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
-    Given,
+    UserOption,
     given_arguments,
     given_in,
     given_in_file,
@@ -69,7 +69,7 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
 
 
-def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
+def of_given(given: Iterable[UserOption], place: str, world_size: int | None) -> Translation:
     """Translate parsed Megatron arguments. If they name a DeepSpeed configuration (``deepspeed_config``), the
     options in that file are translated too."""
     given = list(given)

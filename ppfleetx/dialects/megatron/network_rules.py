@@ -12,7 +12,7 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.dialects.user_options import Given, weighted_corpora
+from ppfleetx.dialects.user_options import UserOption, weighted_corpora
 
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -197,7 +197,7 @@ def vocabulary(run: Translation) -> None:
     run.put("Model.vocab_size_divisible_unit", unit, *names, why="so it is padded there")
 
 
-def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]:
+def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[UserOption], str]:
     if "vocab_size" in run:
         extra, why = (1, "NullTokenizer adds an end of document") if kind == "NullTokenizer" else (0, "")
         return run.integer("vocab_size", least=1) + extra, run.origins("vocab_size"), why
@@ -290,7 +290,7 @@ def _is_directory(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
-def highest_id(file: Path, one: Given) -> int:
+def highest_id(file: Path, one: UserOption) -> int:
     """Return the highest token id in a ``vocab.json`` or ``tokenizer.json``. ``one`` is the user's option
     that names the file, for error messages."""
     try:

@@ -9,7 +9,7 @@ import os
 
 from ppfleetx.config.batch_sizes import BatchPlan, Ramp
 from ppfleetx.dialects.translation import Rule, Translation
-from ppfleetx.dialects.user_options import Given
+from ppfleetx.dialects.user_options import UserOption
 from ppfleetx.utils.device_support import CPU, GPU, NPU, device_for_recipe, expected_device
 
 _TYPES = {
@@ -268,7 +268,7 @@ def _in_steps(run: Translation) -> None:
         _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
 
 
-def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) -> None:
+def _warmup_samples(run: Translation, steps: float, origins: tuple[UserOption, ...]) -> None:
     if steps == int(steps):
         run.put("Optimizer.lr.warmup_steps", int(steps), *origins)
         return

@@ -12,7 +12,7 @@ from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
 from ppfleetx.config.reading.tree import Node, file_names, merge, put
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
-from ppfleetx.dialects.user_options import Given, given_arguments, normal_name
+from ppfleetx.dialects.user_options import UserOption, given_arguments, normal_name
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
 
@@ -84,12 +84,12 @@ class CommandLine:
     tree: Node
     path: Path
     checks: bool
-    unused: tuple[Given, ...]
+    unused: tuple[UserOption, ...]
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names."""
-    given: dict[str, Given] = {}
+    given: dict[str, UserOption] = {}
     for one in given_arguments(argv, flags={"check"}, many={"options"}):
         if FLAGS.find(one.key) is None:
             raise ConfigError(
@@ -115,14 +115,14 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     return CommandLine(tree, path, given["check"].value is True if "check" in given else False, left_out)
 
 
-def _put_flags(tree: Node, given: dict[str, Given], keys: dict[str, str]) -> None:
+def _put_flags(tree: Node, given: dict[str, UserOption], keys: dict[str, str]) -> None:
     for name, key in keys.items():
         one = given.get(name)
         if one is not None:
             put(tree, key.split("."), Node(one.value, f"{one.place}, {one.key}", one.text))
 
 
-def _options(one: Given | None) -> list[str]:
+def _options(one: UserOption | None) -> list[str]:
     """Return the strings ``key=value`` of ``--options a=1 b=2`` or ``--options=a=1``."""
     if one is None:
         return []

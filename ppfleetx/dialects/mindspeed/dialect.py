@@ -20,7 +20,7 @@ from ppfleetx.dialects.megatron.parallel_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
-    Given,
+    UserOption,
     given_arguments,
     given_in,
     normal_name,
@@ -164,9 +164,9 @@ def _rules(world_size: int | None) -> list[Rule]:
     ]
 
 
-def _refuse_two_answers(given: Sequence[Given]) -> None:
+def _refuse_two_answers(given: Sequence[UserOption]) -> None:
     """Raise ConfigError if the file gives an option two different values, under two names of the option."""
-    seen: dict[str, Given] = {}
+    seen: dict[str, UserOption] = {}
     for one in given:
         if one.value is None:
             continue
@@ -180,18 +180,18 @@ def _refuse_two_answers(given: Sequence[Given]) -> None:
             )
 
 
-def _without_empty_text(one: Given) -> Given:
+def _without_empty_text(one: UserOption) -> UserOption:
     """Replace an empty string, which the toolkit's files use for paths that are not set, by None."""
     return replace(one, value=None) if isinstance(one.value, str) and not one.value.strip() else one
 
 
-def _implied(given: list[Given]) -> Iterator[Given]:
+def _implied(given: list[UserOption]) -> Iterator[UserOption]:
     names = {ALIASES.get(plain(one.key), normal_name(one.key)): one for one in given if one.value is not None}
     if "seq_length" not in names and "max_position_embeddings" in names:
         one = names["max_position_embeddings"]
         yield replace(one, key="seq_length", place=f"{one.place}, {one.key}")
     if "eval_interval" not in names and "eval_iters" not in names:
-        yield Given("eval_iters", 0, _NO_EVALUATION)
+        yield UserOption("eval_iters", 0, _NO_EVALUATION)
 
 
 DIALECT = Dialect(

@@ -16,7 +16,7 @@ from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
-    Given,
+    UserOption,
     given_arguments,
     given_in_file,
     weighted_corpora,
@@ -293,7 +293,7 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
     return _translated(list(_arguments(words)), "the command line", world_size)
 
 
-def _translated(given: list[Given], place: str, world_size: int | None) -> Translation:
+def _translated(given: list[UserOption], place: str, world_size: int | None) -> Translation:
     named = [one for one in given if one.key.lstrip("-") == _MODEL and one.value is not None]
     if not named:
         raise ConfigError("is missing; the network is that of its config.json", key=_MODEL, place=place)
@@ -326,7 +326,7 @@ def _rules(world_size: int | None) -> list[Rule]:
     ]
 
 
-def _arguments(argv: Sequence[str]) -> Iterable[Given]:
+def _arguments(argv: Sequence[str]) -> Iterable[UserOption]:
     words: list[str] = []
     for at, word in enumerate(argv):
         words.append(word)
@@ -336,7 +336,7 @@ def _arguments(argv: Sequence[str]) -> Iterable[Given]:
     return given_arguments(words, frozenset())
 
 
-def _keys_of_network(one: Given) -> Iterator[Given]:
+def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
     directory = Path(str(one.value))
     if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
         keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)

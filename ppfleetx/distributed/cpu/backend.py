@@ -14,11 +14,11 @@ import paddle
 from ppfleetx.distributed.cpu.group import CpuProcessGroup
 from ppfleetx.distributed.cpu.handshake import local_address
 from ppfleetx.distributed.cpu.patches import apply_patches
-from ppfleetx.distributed.cpu.transport import Mesh, time_limit
+from ppfleetx.distributed.cpu.transport import Connections, time_limit
 from ppfleetx.distributed.device import is_built_for_gpus
 from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
-_mesh: Mesh | None = None
+_mesh: Connections | None = None
 _creations: dict[int, int] = {}
 _groups: list[CpuProcessGroup] = []
 
@@ -80,7 +80,7 @@ def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()
-        _mesh = Mesh.connect(env.rank, env.world_size, address=local_address(), timeout=time_limit())
+        _mesh = Connections.connect(env.rank, env.world_size, address=local_address(), timeout=time_limit())
         RECORD.record_class(CpuProcessGroup, OPERATIONS)
         RECORD.blocked_on = lambda: _mesh.blocked_on
     generation = _creations[group_id] = _creations.get(group_id, 0) + 1

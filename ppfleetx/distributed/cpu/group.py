@@ -23,7 +23,7 @@ from ppfleetx.distributed.cpu.arrays import (
     reduce_in_order,
 )
 from ppfleetx.distributed.cpu.operation import BufferPool, Operation, Steps
-from ppfleetx.distributed.cpu.transport import Mesh
+from ppfleetx.distributed.cpu.transport import Connections
 from ppfleetx.distributed.cpu.wire import CODES, POINT_TO_POINT, Key, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS
 
@@ -39,7 +39,7 @@ class CpuProcessGroup:
     ranks within the group. With ``sync_op=False``, an operation is complete only after its task's
     ``wait()``."""
 
-    def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
+    def __init__(self, mesh: Connections, rank: int, size: int, group_id: int, generation: int) -> None:
         self._mesh, self._rank, self._size = mesh, rank, size
         self.group_id, self._generation = group_id, generation
         self._number = 0

@@ -40,7 +40,7 @@ def end_when_silent(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit))
 
 
-class Watch:
+class HostWatch:
     """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if a connection
     fails. If the other rank closes its connection, ``lost`` is called a few seconds later, because the last
     messages of that rank may still be in flight."""

@@ -144,7 +144,7 @@ class Operation:
         takes_memory: bool = False,
     ) -> None:
         self.background, self.takes_memory = background, takes_memory
-        # `busy` is set while a thread runs `steps`; change it only while holding Mesh.state.
+        # `busy` is set while a thread runs `steps`; change it only while holding Connections.state.
         self.busy = self.started = False
         self.text, self.group = text, group
         self._inbox, self._complete, self._steps = inbox, complete, steps

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
-from ppfleetx.distributed.cpu.keepalive import Watch
+from ppfleetx.distributed.cpu.keepalive import HostWatch
 from ppfleetx.distributed.cpu.operation import BufferPool, Inbox, Operation, ProgressThread
 from ppfleetx.distributed.cpu.wire import (
     BYE,
@@ -41,7 +41,7 @@ _POOL_BYTES = 256 << 20
 _LONGEST = 2000  # characters of an error message sent to other ranks
 
 
-class Mesh:
+class Connections:
     """The connections of this rank to all other ranks, and its running collectives and messages.
 
     Attributes:
@@ -64,7 +64,7 @@ class Mesh:
     # -- connections --------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
+    def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Connections:
         """Connect this rank to all other ranks of the job. ``address`` is this machine's IP address, at which
         the others can connect. ``timeout`` limits each later wait for a rank, in seconds (0: no limit).
         Raises ConfigError or StartError if the ranks cannot connect (:func:`connect_ranks`)."""
@@ -74,7 +74,7 @@ class Mesh:
 
     def _start(self) -> None:
         idle = {rank: peer.watch for rank, peer in self.peers.items() if peer.watch is not None}
-        self._watch = Watch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
+        self._watch = HostWatch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
         for peer in self.peers.values():
             _tune(peer.connection, self.timeout)
             # Because this thread always reads, no order of sends and receives can deadlock.
@@ -285,7 +285,7 @@ class Mesh:
 
 class EndedRanks:
     """Records which other ranks have ended and why, and which of them failed first. Use this object only
-    while holding the lock ``Mesh.state``."""
+    while holding the lock ``Connections.state``."""
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
         self._rank, self._names = rank, names

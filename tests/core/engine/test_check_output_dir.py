@@ -58,12 +58,12 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def begin(cfg: RunConfig, *, comes_to=lambda epoch, step: False) -> tuple[Start, str]:
+def begin(cfg: RunConfig, *, will_reach=lambda epoch, step: False) -> tuple[Start, str]:
     """What a run of one process does before its first step."""
     with ExitStack() as stack:
         lock_output_dir(cfg, stack)
         start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ParallelContext.single())
-        return start, claim(cfg, start, comes_to).run
+        return start, claim(cfg, start, will_reach).run
 
 
 def steps(output_dir: Path) -> list[int]:
@@ -258,11 +258,11 @@ def test_names_that_the_run_would_need_are_refused_before_anything_goes(used):
         with pytest.raises(
             ConfigError, match="holds epoch_0_step_40, epoch_0_step_44, and this run would save"
         ):
-            begin(config(used, *overrides), comes_to=lambda epoch, step: step > 30)
+            begin(config(used, *overrides), will_reach=lambda epoch, step: step > 30)
     assert content(used) == before
     (stranger / "manifest.json").write_text("{")  # damaged ones make way
     (used / "epoch_0_step_44").rmdir()
-    begin(config(used, "resume=auto"), comes_to=lambda epoch, step: step > 30)
+    begin(config(used, "resume=auto"), will_reach=lambda epoch, step: step > 30)
 
 
 # ---- what is written

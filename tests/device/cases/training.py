@@ -36,10 +36,10 @@ def train_in_16_bits(**arguments: Any) -> dict[str, Any]:
 
 def engine_steps(cfg: Any, ctx: Any, runner: Any) -> Callable[[int], Any]:
     """Takes the step of a number, counted from 0, with what the engine exchanges before it."""
-    from ppfleetx.core.engine.rank_consistency import Watch
+    from ppfleetx.core.engine.rank_consistency import RankConsistency
     from tests.parity.training import micro_batches
 
-    watch, stop = Watch(cfg, ctx, 1e9, runner.count), SimpleNamespace(signal_name=None, agree=bool)
+    watch, stop = RankConsistency(cfg, ctx, 1e9, runner.count), SimpleNamespace(signal_name=None, agree=bool)
 
     def take(number: int) -> Any:
         batch = micro_batches(number, cfg, ctx)

@@ -89,7 +89,7 @@ def test_a_rank_ends_when_the_others_have_what_it_sent(monkeypatch):
         ours, _ = server.accept()
         with ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-            mesh = transport.Mesh(0, 0.0, {1: Peer(1, ours, "rank 1")})
+            mesh = transport.Connections(0, 0.0, {1: Peer(1, ours, "rank 1")})
             mesh.peers[1].send(make_header(DATA, length=payload.nbytes), payload)
             closing = threading.Thread(target=mesh.close, daemon=True)
             closing.start()
