@@ -28,6 +28,7 @@ from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
 from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.utils.device_support import CPU, expected_device
 from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.launcher_env import world_size
@@ -158,7 +159,7 @@ def results_table(size: str, cfg: RunConfig, output: Path) -> str:
     last = trained[-100:]
     speed = sum(record["ips_total"] for record in last) / len(last) / length
     cells = (
-        f"{gpt2_sizes.PROCESSES}p-{'GPU' if cfg.Engine.mix_precision.enable else 'CPU'}",
+        f"{gpt2_sizes.PROCESSES}p-{'CPU' if expected_device(cfg.Global.device) == CPU else 'GPU'}",
         size,
         f"{min(ppls):.3f}" if ppls else "-",
         f"{speed:.3f}",

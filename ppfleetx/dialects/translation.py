@@ -107,13 +107,11 @@ class Translation:
         self.put(key, value, *sources, why=why)
 
     def put_precision(self, dtype: str, *sources: str | UserOption, on_cpu: bool) -> None:
-        """Set the run's compute type to ``dtype``, which is ``float16`` or ``bfloat16``. If ``on_cpu`` is
-        True, the run computes in float32 instead."""
-        why = "a CPU computes in float32" if on_cpu else ""
-        self.put("Engine.mix_precision.enable", not on_cpu, *sources, why=why)
+        """Set the run's compute type to ``dtype``, which is ``float16`` or ``bfloat16``. A CPU that does not
+        support the type computes in float32."""
+        enable, why = ("auto", "a CPU that supports the type; else float32") if on_cpu else (True, "")
+        self.put("Engine.mix_precision.enable", enable, *sources, why=why)
         self.put("Engine.mix_precision.dtype", dtype, *sources)
-        if on_cpu:
-            self.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
     def put_null(self, key: str, *sources: str | UserOption, why: str = "") -> None:
         """Set the key ``key`` of ppfleetx's configuration to null. Use this for keys whose default is not

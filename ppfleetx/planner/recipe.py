@@ -223,6 +223,8 @@ def _values(inputs: RecipeInputs) -> dict[str, Any]:
 
 
 def _precision(card: Card) -> dict[str, Any]:
+    if card.kernels == "cpu":
+        return {"enable": "auto", "dtype": "bfloat16"}
     if "bfloat16" in card.peak_tflops:
         return {"enable": True, "dtype": "bfloat16", "level": "O2", "main_grad_fp32": True}
     if "float16" in card.peak_tflops:

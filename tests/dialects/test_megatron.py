@@ -480,8 +480,7 @@ def test_checkpoints(arguments, options):
 
 def test_precision(monkeypatch):
     on_cpu = of_arguments([*BASE.split(), "--bf16"])
-    assert not on_cpu.native["Engine.mix_precision.enable"].value
-    assert "bfloat16 is for accelerators: this CPU computes in float32" in on_cpu.notes
+    assert on_cpu.native["Engine.mix_precision.enable"].value == "auto"
     monkeypatch.setattr("ppfleetx.dialects.megatron.training_rules.expected_device", lambda wanted: "gpu")
     assert not loaded().Engine.mix_precision.enable
     half = loaded("--fp16").Engine.mix_precision

@@ -37,8 +37,7 @@ def run_mode(run: Translation) -> str:
 
 def device(run: Translation) -> None:
     """Translate the options for the device, its memory limit, and the data types of computation, softmax and
-    weights. Without ``compute_dtype``, float16 is assumed, as in MindFormers. A CPU computes in float32, and
-    a note says so."""
+    weights. Without ``compute_dtype``, float16 is assumed, as in MindFormers."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
@@ -79,11 +78,7 @@ def _precision(run: Translation, on_cpu: bool) -> None:
             raise run.conflict((weights_key, names[0]), "weights in 16 bits need a compute_dtype of 16 bits")
         run.put("Engine.mix_precision.enable", False, names[0])
         return
-    if on_cpu:
-        run.put("Engine.mix_precision.enable", False, names[0], why="a CPU computes in float32")
-        run.notes.append(f"compute_dtype {compute} is for accelerators: this CPU computes in float32")
-        return
-    run.put_precision(compute, names[0], on_cpu=False)
+    run.put_precision(compute, names[0], on_cpu=on_cpu)
     run.put("Engine.mix_precision.level", "O2", weights_key, why="float32 masters")
     run.put("Engine.mix_precision.hysteresis", 1, why="DynamicLossScaleUpdateCell halves at each overflow")
 
