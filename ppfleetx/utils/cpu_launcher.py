@@ -222,11 +222,15 @@ class _Log:
         that the launcher has not shown. Call this repeatedly. Returns whether the log exists."""
         containers = controller.pod.containers
         opened = getattr(containers[0], "_log_handler", None) if containers else None
+        start = getattr(containers[0], "_log_start_offset", None) if containers else None
         with self._lock, contextlib.suppress(OSError, ValueError):  # the file or terminal may be closed
             if opened is not None and opened is not self._opened:
                 self._rest = os.fdopen(os.dup(opened.fileno()), "rb", buffering=0)  # shares the file position
                 self._opened = opened
-            elif opened is None and self._rest is not None and hasattr(controller, "sigint"):
+            elif opened is None and start is not None and hasattr(controller, "sigint"):
+                if self._rest is None:  # opened and closed again since the last call; nothing was shown yet
+                    self._rest = open(containers[0]._out, "rb", buffering=0)
+                    self._rest.seek(start)
                 sys.stdout.flush()
                 shutil.copyfileobj(self._rest, sys.stdout.buffer)
                 sys.stdout.flush()

@@ -225,4 +225,4 @@ def test_schema_knows_every_key_and_choice():
     lr = schema["$defs"]["LRConfig"]["properties"]
     assert "wsd" in lr["decay_style"]["anyOf"][0]["enum"]
     assert schema["additionalProperties"] is False
-    assert "Optimizer steps of the warm-up" in lr["warmup_steps"]["description"]
+    assert "Length of the warm-up in optimizer steps" in lr["warmup_steps"]["description"]
