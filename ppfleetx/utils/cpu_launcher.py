@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import errno
 import http.client
+import io
 import json
 import os
 import re
@@ -229,7 +230,7 @@ class _Log:
                 self._opened = opened
             elif opened is None and start is not None and hasattr(controller, "sigint"):
                 if self._rest is None:  # opened and closed again since the last call; nothing was shown yet
-                    self._rest = open(containers[0]._out, "rb", buffering=0)
+                    self._rest = io.FileIO(containers[0]._out)
                     self._rest.seek(start)
                 sys.stdout.flush()
                 shutil.copyfileobj(self._rest, sys.stdout.buffer)

@@ -1,0 +1,353 @@
+"""Convert between the metadata of GGUF files and Hugging Face's ``config.json``, with one row per architecture
+of llama.cpp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import LLAMA3, RopeScalingConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.gguf_tokenizer import special_id
+from ppfleetx.conversion.huggingface.families import FAMILIES
+from ppfleetx.conversion.huggingface.rope import DEFAULT_BASE
+from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies, longrope_attention_factor
+
+Metadata = Mapping[str, Any]
+_LLAMA3_FACTORS = "rope_freqs.weight"
+_LONGROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+ROPE_FACTORS = (_LLAMA3_FACTORS, *_LONGROPE_FACTORS.values())
+"""Names of tensors that hold divisors of the rotary frequencies."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp describes the networks of one Hugging Face ``model_type``.
+
+    Attributes:
+        name: the value of ``general.architecture`` in the metadata.
+        model_type: Hugging Face's ``model_type``.
+        keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
+        fixed: keys of ``config.json`` that have the same value for all files of this architecture.
+        biases: key of ``config.json`` -> the tensor whose presence makes the key true.
+        rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
+        rotates_pairs: llama.cpp rotates adjacent features of a head, and transformers its two halves.
+        shifts_norms: llama.cpp stores the factors of norms, and transformers the factors less 1.
+        scale_layers: a number of layers with which llama.cpp scales the scores by the hidden size per head
+            instead of the size of a head, as in Gemma of 27 billion parameters.
+    """
+
+    name: str
+    model_type: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    rotary_part: str | None = None
+    rotates_pairs: bool = False
+    shifts_norms: bool = False
+    scale_layers: int | None = None
+
+
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+}
+_LLAMA_WITHOUT_RMS = {
+    **_SIZES,
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+}
+_LLAMA = _LLAMA_WITHOUT_RMS | {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_QUERY_BIAS, _UP_BIAS = "blk.0.attn_q.bias", "blk.0.ffn_up.bias"
+_LLAMA_BIASES = {"attention_bias": _QUERY_BIAS, "mlp_bias": _UP_BIAS}
+_SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+_ARCHITECTURES = (
+    Architecture("llama", "llama", _LLAMA, biases=_LLAMA_BIASES, rotates_pairs=True),
+    Architecture("smollm3", "smollm3", _LLAMA, {"no_rope_layer_interval": 4}, rotates_pairs=True),
+    Architecture(
+        "granite",
+        "granite",
+        _LLAMA
+        | {
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        biases=_LLAMA_BIASES,
+        rotates_pairs=True,
+    ),
+    Architecture("gemma", "gemma", _LLAMA, shifts_norms=True),
+    Architecture(
+        "gemma2",
+        "gemma2",
+        _LLAMA | _WINDOW | _SOFTCAPS,
+        {"sliding_window": 4096},
+        shifts_norms=True,
+        scale_layers=46,
+    ),
+    Architecture(
+        "gemma3",
+        "gemma3_text",
+        _LLAMA | _WINDOW | _SOFTCAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
+        {"rope_local_base_freq": 10000.0},
+        shifts_norms=True,
+        scale_layers=62,
+    ),
+    Architecture("phi3", "phi3", _LLAMA | _WINDOW, rotary_part="partial_rotary_factor"),
+    Architecture("olmo2", "olmo2", _LLAMA),
+    Architecture(
+        "starcoder2",
+        "starcoder2",
+        _LLAMA_WITHOUT_RMS | {"norm_epsilon": _LAYER_NORM},
+        {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
+        biases={"use_bias": _QUERY_BIAS},
+    ),
+    Architecture(
+        "stablelm",
+        "stablelm",
+        _LLAMA_WITHOUT_RMS
+        | {"layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": _QUERY_BIAS},
+        rotary_part="partial_rotary_factor",
+    ),
+    Architecture(
+        "command-r",
+        "cohere",
+        _LLAMA_WITHOUT_RMS | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
+        biases={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+    ),
+    Architecture(
+        "cohere2",
+        "cohere2",
+        _LLAMA_WITHOUT_RMS | _WINDOW | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
+    ),
+    Architecture("qwen2", "qwen2", _LLAMA, {"use_sliding_window": False}),
+    Architecture("qwen3", "qwen3", _LLAMA, {"use_sliding_window": False, "attention_bias": False}),
+    Architecture(
+        "gpt2",
+        "gpt2",
+        {
+            "n_embd": "embedding_length",
+            "n_layer": "block_count",
+            "n_head": "attention.head_count",
+            "n_inner": "feed_forward_length",
+            "n_positions": "context_length",
+            "layer_norm_epsilon": "attention.layer_norm_epsilon",
+        },
+        {"activation_function": "gelu_new"},
+    ),
+    Architecture(
+        "gptneox",
+        "gpt_neox",
+        {
+            **_SIZES,
+            "layer_norm_eps": "attention.layer_norm_epsilon",
+            "use_parallel_residual": "use_parallel_residual",
+            "rotary_emb_base": "rope.freq_base",
+        },
+        {"hidden_act": "gelu_new"},
+        rotary_part="rotary_pct",
+    ),
+)
+BY_NAME = {one.name: one for one in _ARCHITECTURES}
+BY_TYPE = {one.model_type: one for one in _ARCHITECTURES} | {"mistral": BY_NAME["llama"]}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""``general.sampling.*`` -> key of ``generation_config.json``."""
+
+
+def config_of(
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Build the ``config.json`` of the network in a GGUF file. Raises CheckpointError if it is not supported.
+
+    Args:
+        shapes: the shapes of the tensors, by llama.cpp's names.
+        factors: tensors of the file that hold divisors of the rotary frequencies.
+    """
+    name = metadata.get("general.architecture")
+    row = BY_NAME.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise CheckpointError(
+            f"general.architecture {shown(name)} is not supported; supported: {', '.join(BY_NAME)}"
+        )
+    if metadata.get(f"{name}.expert_count"):
+        raise CheckpointError(
+            "a mixture of experts is not read from GGUF; convert its Hugging Face directory"
+        )
+    window = f"{name}.{_WINDOW['sliding_window']}"
+    if metadata.get(window) and not row.keys.keys() & _WINDOW:
+        raise CheckpointError(f"{window} {shown(metadata[window])}: {name} is read without a sliding window")
+    if "token_embd.weight" not in shapes:
+        raise CheckpointError("it lacks the tensor token_embd.weight")
+    config = {
+        "architectures": [FAMILIES[row.model_type].architecture],
+        "model_type": row.model_type,
+        "vocab_size": shapes["token_embd.weight"][0],
+        **row.fixed,
+    }
+    for key, theirs in row.keys.items():
+        value = metadata.get(f"{name}.{theirs}")
+        if value is not None:
+            config[key] = _shortest(value)
+        elif theirs in _SIZES.values() or theirs.endswith("epsilon"):
+            raise CheckpointError(f"its metadata lack {name}.{theirs}")
+    if row.keys.keys() & _WINDOW:
+        config["sliding_window"] = config.get("sliding_window") or None
+    config |= {key: tensor in shapes for key, tensor in row.biases.items()}
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    if "head_dim" in row.keys and "num_attention_heads" in config:
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if row.scale_layers is not None and "num_attention_heads" in config:
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        is_scaled = config["num_hidden_layers"] == row.scale_layers
+        config["query_pre_attn_scalar"] = per_head if is_scaled else config.get("head_dim", per_head)
+    _add_rope(config, metadata, row, factors)
+    return config | _token_ids(metadata, config["vocab_size"])
+
+
+def _add_rope(
+    config: dict[str, Any], metadata: Metadata, row: Architecture, factors: Mapping[str, np.ndarray]
+) -> None:
+    sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
+    if None in sizes:
+        return  # GPT-2, which has no rotary positions, or a network with missing keys, reported by its family
+    head_dim = config.get("head_dim") or sizes[0] // sizes[1]
+    if "rope_theta" in row.keys:
+        config.setdefault("rope_theta", DEFAULT_BASE)
+    turned = metadata.get(f"{row.name}.rope.dimension_count", head_dim)
+    if row.rotary_part is not None:
+        config[row.rotary_part] = turned / head_dim
+    elif turned != head_dim:
+        raise CheckpointError(
+            f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) can be rotated"
+        )
+    said = f"{row.name}.rope.scaling."
+    # Older files have only a factor, which llama.cpp reads as linear scaling.
+    kind = metadata.get(f"{said}type", "linear" if metadata.get(f"{said}factor") else "none")
+    if kind != "none":
+        if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
+            raise CheckpointError(f"{said}type {shown(kind)} is not supported")
+        names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
+        if kind == "yarn":
+            names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        given = {key: metadata.get(said + theirs) for key, theirs in names.items()}
+        config["rope_scaling"] = {
+            "rope_type": kind,
+            **{key: _shortest(value) for key, value in given.items() if value is not None},
+        }
+    if all(name in factors for name in _LONGROPE_FACTORS.values()):
+        original = metadata.get(f"{said}original_context_length")
+        if original is None:
+            raise CheckpointError(f"its metadata lack {said}original_context_length")
+        config["original_max_position_embeddings"] = original
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            **{key: list(map(_shortest, factors[name].tolist())) for key, name in _LONGROPE_FACTORS.items()},
+        }
+        ratio = config["max_position_embeddings"] / original
+        attention = metadata.get(f"{said}attn_factor", 1.0)
+        if not math.isclose(attention, longrope_attention_factor(ratio, original), rel_tol=1e-6):
+            config["rope_scaling"]["attention_factor"] = _shortest(attention)
+    elif np.any(factors.get(_LLAMA3_FACTORS, 1) != 1):
+        config["rope_scaling"] = _llama3(factors[_LLAMA3_FACTORS], head_dim, config["rope_theta"])
+
+
+def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
+    """Find the settings of Llama 3's rotary scaling from the divisors of the rotary frequencies."""
+    scaling = {"factor": _shortest(float(factors.max())), **LLAMA3}
+    section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
+    if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
+        raise CheckpointError(
+            f"{_LLAMA3_FACTORS} is not the scaling of Llama 3.1 to 3.3, the only one that is read"
+        )
+    return {"rope_type": "llama3", **scaling}
+
+
+def _rope_factors(scaling: RopeScalingConfig, head_dim: int, base: float) -> np.ndarray:
+    plain, stretched = (inverse_frequencies(head_dim, base, one) for one in (None, scaling))
+    return (plain / stretched).astype(np.float32)
+
+
+def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
+    given = {kind: special_id(metadata, kind, vocab_size) for kind in ("bos", "eos", "eot", "padding")}
+    ends = [one for one in dict.fromkeys((given["eos"], given["eot"])) if one is not None]
+    ids = {
+        "bos_token_id": given["bos"],
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": given["padding"],
+    }
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def generation_config_of(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
+    said = {key: _shortest(value) for key, value in given.items() if value is not None}
+    if not said:
+        return None
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    return {"do_sample": said.get("temperature") != 0, **said, **ids}
+
+
+def _shortest(value: Any) -> Any:
+    """Round a float to 7 significant digits, the precision of float32. Other values are returned
+    unchanged."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
+    found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
+    made = {key: value for key, value in found.items() if value is not None}
+    made |= {"general.architecture": row.name, f"{row.name}.vocab_size": model.vocab_size}
+    if model.position_embedding_type == "rope":
+        turned = round(model.head_size * model.rotary_percent)
+        made |= {f"{row.name}.rope.dimension_count": turned, f"{row.name}.rope.freq_base": model.rotary_base}
+    if "head_dim" in row.keys:
+        made[f"{row.name}.attention.value_length"] = made[f"{row.name}.attention.key_length"] = (
+            model.head_size
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.type in ("linear", "yarn"):
+        said = {
+            "type": scaling.type,
+            "factor": scaling.factor,
+            "original_context_length": scaling.original_max_position_embeddings,
+            "yarn_beta_fast": scaling.beta_fast if scaling.type == "yarn" else None,
+            "yarn_beta_slow": scaling.beta_slow if scaling.type == "yarn" else None,
+        }
+        made |= {f"{row.name}.rope.scaling.{key}": one for key, one in said.items() if one is not None}
+    elif scaling is not None and scaling.type == "longrope":
+        original = scaling.original_max_position_embeddings
+        made[f"{row.name}.rope.scaling.original_context_length"] = original
+        made[f"{row.name}.rope.scaling.attn_factor"] = attention_factor(scaling)
+    return made
+
+
+def rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Return the tensors with divisors of the rotary frequencies that a GGUF file of ``model`` needs. Only
+    the scalings of Llama 3 and LongRoPE need them; the metadata describe the others."""
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.type == "llama3":
+        return {_LLAMA3_FACTORS: _rope_factors(scaling, model.head_size, model.rotary_base)}
+    if scaling is not None and scaling.type == "longrope":
+        lists = {name: getattr(scaling, key) for key, name in _LONGROPE_FACTORS.items()}
+        return {name: np.array(factors, np.float32) for name, factors in lists.items()}
+    return {}
