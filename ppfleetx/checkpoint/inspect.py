@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL
-from ppfleetx.config.formatting import bytes_text
+from ppfleetx.config.message_text import bytes_text
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.parallel_plan import AXES
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, SIXTEEN_BIT, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

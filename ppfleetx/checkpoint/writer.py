@@ -26,7 +26,7 @@ from ppfleetx.checkpoint.resolve_checkpoint import newest_complete
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.parallel_plan import AXES
 from ppfleetx.utils.output_files import fsync_dir
 

@@ -17,7 +17,7 @@ from ppfleetx.commands.generate import (
 )
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template

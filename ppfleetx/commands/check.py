@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ppfleetx.commands.initialize import refuse_foreign_weights
-from ppfleetx.config.formatting import bytes_text, counted, runs_of
 from ppfleetx.config.ineffective_options import absent_loggers, missing, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import EXPERT_AXES, Mesh
+from ppfleetx.config.message_text import bytes_text, counted, runs_of
 from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.registries import SCHEDULES

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.commands.options import Command, ConfigOptions, option, positional, switch
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -33,7 +33,7 @@ class InspectData(Command):
     json: bool = switch("print the summary as JSON, one object per corpus")
 
     def run(self) -> int:
-        from ppfleetx.data.corpus_formats import find_prefixes
+        from ppfleetx.data.tokenized_corpus import find_prefixes
 
         if self.verify + self.write_checksums + self.json > 1:
             raise ConfigError("--verify, --write-checksums and --json do different things; give one of them")
@@ -94,8 +94,8 @@ class MergeData(Command):
     overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
-        from ppfleetx.data.corpus_formats import find_prefixes
         from ppfleetx.data.prepare.merge_corpora import merge
+        from ppfleetx.data.tokenized_corpus import find_prefixes
 
         prefixes = [prefix for path in self.input for prefix in find_prefixes(path)]
         merge(prefixes, self.output_prefix, overwrite=self.overwrite)
@@ -111,8 +111,8 @@ class ConvertData(Command):
     overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
-        from ppfleetx.data.corpus_formats import convert
         from ppfleetx.data.indexed_dataset import IndexedDataset
+        from ppfleetx.data.tokenized_corpus import convert
 
         convert(self.input, self.output_prefix, overwrite=self.overwrite)
         dtype = IndexedDataset(self.output_prefix).dtype

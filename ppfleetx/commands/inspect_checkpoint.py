@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppfleetx.commands.options import Command, option, positional, switch
 from ppfleetx.config.errors import CheckpointError, ConfigError, naming
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.errors import ConfigError, naming
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.launcher_env import is_rank, rank

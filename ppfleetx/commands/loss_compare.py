@@ -23,7 +23,7 @@ from ppfleetx.commands.loss_curves import (
 )
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
 from ppfleetx.config.errors import ConfigError, DataError, UserError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.utils.end_processes import LAUNCHER
 from ppfleetx.utils.output_files import refuse_unwritable
 

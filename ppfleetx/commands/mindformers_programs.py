@@ -18,8 +18,8 @@ from ppfleetx.commands import evaluate, generate
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
-from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import load_tree
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.read_files import (

@@ -29,8 +29,8 @@ from ppfleetx.commands.loss_curves import (
 )
 from ppfleetx.commands.options import refuse_not_positive
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.config.formatting import bytes_text
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.message_text import bytes_text
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.check_output_dir import CONFIG_FILE, METRICS_FILE
 from ppfleetx.data.build import build_dataloader, load_tokenizer

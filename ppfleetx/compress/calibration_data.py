@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.formatting import counted
-from ppfleetx.data.corpus_formats import open_tokens
+from ppfleetx.config.message_text import counted
+from ppfleetx.data.tokenized_corpus import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _TEXT = (".txt", ".md", ".text")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 
 
 @dataclass(frozen=True)

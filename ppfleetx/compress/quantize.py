@@ -45,8 +45,8 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.layer_factory import LocalFactory
+from ppfleetx.nn.lora_and_quant_specs import MATRICES
 from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.param_spec_transforms import MATRICES
 from ppfleetx.nn.quantized import QuantizedLinear, with_quantized_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger

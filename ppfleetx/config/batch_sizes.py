@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppfleetx.config.field_types import RuleError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 
 _GLOBAL = "Global.global_batch_size"
 _LOCAL = "Global.local_batch_size"

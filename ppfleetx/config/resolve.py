@@ -8,7 +8,7 @@ from dataclasses import replace
 from ppfleetx.config.batch_sizes import BatchPlan, Ramp, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import MAX_RANKS, RuleError, Section
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.rules import (

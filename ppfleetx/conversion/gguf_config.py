@@ -1,5 +1,5 @@
-"""Convert between the metadata of GGUF files and Hugging Face's ``config.json``, with one row per architecture
-of llama.cpp."""
+"""Convert between the metadata of GGUF files and Hugging Face's ``config.json``. There is one row per
+architecture of llama.cpp."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Architecture:
         rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
         rotates_pairs: llama.cpp rotates adjacent features of a head, and transformers its two halves.
         shifts_norms: llama.cpp stores the factors of norms, and transformers the factors less 1.
-        scale_layers: a number of layers with which llama.cpp scales the scores by the hidden size per head
-            instead of the size of a head, as in Gemma of 27 billion parameters.
+        scale_layers: the number of layers by which llama.cpp recognizes Gemma 27B. A model with this many
+            layers divides attention scores by sqrt(hidden size / heads), others by sqrt(head size).
     """
 
     name: str

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_FILES
 from ppfleetx.config.errors import CheckpointError, UserError, shown
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.conversion.detect import HUB
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.read_files import (

@@ -136,7 +136,8 @@ class PickledArray:
 
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
-    """Make a tensor from a NumPy array. Raises RefusedPickleError for unusual element types."""
+    """Make a lazy tensor from a NumPy array. With ``bfloat16_as_uint16``, an array of uint16 holds the bits
+    of bfloat16 numbers. Raises RefusedPickleError if tensors cannot have the array's element type."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
@@ -20,11 +20,11 @@ from ppfleetx.data.blended import (
     normalize,
     weighted_order,
 )
-from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.dataloader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
+from ppfleetx.data.tokenized_corpus import find_prefixes, open_tokens
 from ppfleetx.data.tokenizer.json_files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger

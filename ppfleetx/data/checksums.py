@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.utils.input_files import file_status, opened
 from ppfleetx.utils.output_files import atomic_write
 

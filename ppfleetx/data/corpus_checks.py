@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
-from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.indexed_dataset import IndexedDataset, TokenStore
+from ppfleetx.data.tokenized_corpus import find_prefixes, open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 

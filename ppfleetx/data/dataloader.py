@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.resilience.flight_recorder import RECORD
 

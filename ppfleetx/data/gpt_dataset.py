@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.data import MODES, split_shares
 from ppfleetx.data.index_map import (
     IndexMaps,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ppfleetx.config.errors import PeerEndedError, UserError
-from ppfleetx.config.formatting import ranks_text
+from ppfleetx.config.message_text import ranks_text
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
 from ppfleetx.resilience.flight_recorder import RECORD

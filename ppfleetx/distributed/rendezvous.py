@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.formatting import ranks_text
+from ppfleetx.config.message_text import ranks_text
 from ppfleetx.distributed.cpu.keepalive import end_when_silent
 from ppfleetx.utils.log import get_logger
 

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 from paddle import distributed
 
-from ppfleetx.config.formatting import bytes_text
+from ppfleetx.config.message_text import bytes_text
 from ppfleetx.distributed.collectives import alltoall_rows
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages, is_card, on_card

@@ -14,7 +14,7 @@ from pathlib import Path
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint, weight_sources
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.config.formatting import bytes_text, counted
+from ppfleetx.config.message_text import bytes_text, counted
 from ppfleetx.config.sections.data import MODES
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.conversion.detect import refuse_foreign

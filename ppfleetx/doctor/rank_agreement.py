@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx import __version__
-from ppfleetx.config.formatting import ranks_text
+from ppfleetx.config.message_text import ranks_text
 from ppfleetx.config.yaml_dump import flat_values
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.doctor.results import Row, Target, fail, ok, warn, within

@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppfleetx.config.formatting import counted, ranks_text
+from ppfleetx.config.message_text import counted, ranks_text
 from ppfleetx.utils.device_support import HALF_TYPES
 
 if TYPE_CHECKING:

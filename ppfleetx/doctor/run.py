@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Self
 
-from ppfleetx.config.formatting import ranks_text
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.message_text import ranks_text
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.check_output_dir import output_dir_of

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search

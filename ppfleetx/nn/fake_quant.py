@@ -12,8 +12,8 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
+from ppfleetx.nn.lora_and_quant_specs import quantizer_numbers
 from ppfleetx.nn.panel_matmul import InferenceLinear
-from ppfleetx.nn.param_spec_transforms import quantizer_numbers
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 if TYPE_CHECKING:

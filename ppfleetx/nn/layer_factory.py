@@ -37,6 +37,7 @@ from ppfleetx.nn.layers import (
     VocabParallelEmbedding,
 )
 from ppfleetx.nn.lora import LoraBranch
+from ppfleetx.nn.lora_and_quant_specs import adapter, linear_kind, quantizer, quantizer_numbers
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
@@ -44,7 +45,6 @@ from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import PerHeadNorm, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.panel_matmul import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
-from ppfleetx.nn.param_spec_transforms import adapter, linear_kind, quantizer, quantizer_numbers
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_dispatcher import TokenDispatcher

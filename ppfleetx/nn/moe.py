@@ -134,12 +134,13 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """After a step, update the router's bias, and store the experts' shares of the choices for the next
-        balancing loss. A frozen router does not change.
+        """Balance the experts after a step: update the router's bias, and store ``shares``, which the
+        balancing loss of the next step uses. A frozen router does not change.
 
         Args:
-            loads: ``[experts]``, the load of each expert in the global batch.
-            shares: ``[experts]``, the shares to store.
+            loads: ``[experts]``, how often each expert was chosen in the global batch. Used for the bias.
+            shares: ``[experts]``, each expert's fraction of the choices that the balancing loss counts, with
+                sum 1. For the loss ``pooled``, this is the mean over all layers.
         """
         if self.weight.stop_gradient:
             return

@@ -31,10 +31,10 @@ from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.layers import add_smaller, local_rows
+from ppfleetx.nn.lora_and_quant_specs import MATRICES, codes, num_scales, row_scales, scales
 from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.panel_matmul import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.nn.param_spec_transforms import MATRICES, codes, num_scales, row_scales, scales
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, declare
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
 from ppfleetx.nn.param_spec import ParamSpec

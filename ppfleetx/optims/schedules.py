@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.utils.log import get_logger

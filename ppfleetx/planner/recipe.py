@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.formatting import counted
 from ppfleetx.config.loader import read_config
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.model import ModelConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfleetx.config.formatting import bytes_text, counted
+from ppfleetx.config.message_text import bytes_text, counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import active_count, parameter_count

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ppfleetx.config.formatting import ranks_text
+from ppfleetx.config.message_text import ranks_text
 from ppfleetx.resilience.hang_report import CallNote, Report
 
 _EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.config.formatting import bytes_text, counted, ranks_text
+from ppfleetx.config.message_text import bytes_text, counted, ranks_text
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.corpus_formats import FleetXDataset, convert, find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.indexed_dataset import IndexedDataset
+from ppfleetx.data.tokenized_corpus import FleetXDataset, convert, find_prefixes, open_tokens
 
 IDS = np.arange(10, dtype=np.uint16)
 LENS = np.array([3, 0, 2, 5], np.int32)
@@ -39,7 +39,7 @@ def test_reads_the_legacy_archive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 100])
 def test_conversion_keeps_everything(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppfleetx.data.corpus_formats._BATCH", batch)
+    monkeypatch.setattr("ppfleetx.data.tokenized_corpus._BATCH", batch)
     source = FleetXDataset(write(tmp_path))
     convert(tmp_path / "x", tmp_path / "y")
     data = IndexedDataset(tmp_path / "y")

@@ -13,8 +13,8 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.data import corpus_checks
 from ppfleetx.data.corpus_checks import check_corpus, token_id_lines
-from ppfleetx.data.corpus_formats import open_tokens
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
+from ppfleetx.data.tokenized_corpus import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
 
 

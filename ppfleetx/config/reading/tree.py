@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 
 _INT = re.compile(r"[-+]?\d+(_\d+)*", re.ASCII)
 _FLOAT = re.compile(

@@ -22,7 +22,7 @@ from ppfleetx.config.field_types import (
     Size,
     Text,
 )
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS, unknown_options
 from ppfleetx.config.registry import Registered
 

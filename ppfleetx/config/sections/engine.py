@@ -23,7 +23,7 @@ from ppfleetx.config.field_types import (
     Seed,
     Text,
 )
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import CALLBACKS, LOGGERS, unknown_options
 from ppfleetx.config.registry import Registered
 

@@ -13,7 +13,7 @@ from ppfleetx.checkpoint.lazy_tensors import KeptTensor, LazyTensor, derive
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys, unknown_keys, without_paddle_keys

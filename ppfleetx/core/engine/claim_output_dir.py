@@ -25,7 +25,7 @@ from ppfleetx.checkpoint.resolve_checkpoint import (
 )
 from ppfleetx.checkpoint.run_ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.errors import CheckpointError, DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import run_record
 from ppfleetx.core.engine.check_output_dir import (

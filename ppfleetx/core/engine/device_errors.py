@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
-from ppfleetx.config.formatting import bytes_text
+from ppfleetx.config.message_text import bytes_text
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.distributed.context import ParallelContext

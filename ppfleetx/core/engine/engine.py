@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.callbacks.device_usage import device_name

@@ -12,7 +12,7 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.rules import glue_task, num_outputs
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup

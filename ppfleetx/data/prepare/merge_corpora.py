@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
-from ppfleetx.data.corpus_formats import open_tokens
 from ppfleetx.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -19,6 +18,7 @@ from ppfleetx.data.indexed_dataset import (
     bin_path,
     refuse_to_replace,
 )
+from ppfleetx.data.tokenized_corpus import open_tokens
 from ppfleetx.utils.input_files import opened
 from ppfleetx.utils.progress_bar import ProgressBar
 

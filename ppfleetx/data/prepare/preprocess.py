@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.indexed_dataset import (
     IndexedDatasetWriter,
     bin_path,

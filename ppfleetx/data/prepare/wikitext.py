@@ -14,7 +14,7 @@ from typing import TextIO
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
 from ppfleetx.data.tasks.evaluation import detokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.config.errors import DataError, UserError, shown
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import GlueTask, read_glue

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import DataError, shown
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.text_files import read_lines
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest

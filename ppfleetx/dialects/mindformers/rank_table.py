@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 
 from ppfleetx.config.errors import UNSET, ConfigError
 from ppfleetx.config.field_types import MAX_RANKS
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.reading.parse import read_text
 from ppfleetx.dialects.mindformers.command_line import RUN_MODES
 from ppfleetx.utils.device_support import expected_device

@@ -113,8 +113,9 @@ class Block(nn.Layer):
         layer_index: index of the block in the whole model.
         recompute: granularity of recomputation: ``full``, ``full_attn`` or ``core_attn``; None: the backward
             pass recomputes nothing.
-        carries_positions: whether hidden states include position ids; None: only if the block has rotary
-            positions.
+        carries_positions: whether the tuple of tensors that blocks pass on (:class:`HiddenState`) has the
+            position ids. True also for a block that does not use them, if other blocks do. None: True if
+            this block has rotary positions.
     """
 
     def __init__(

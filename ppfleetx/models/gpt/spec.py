@@ -19,9 +19,9 @@ from ppfleetx.nn.attention_spec import AttentionSpec, LatentAttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, parameters_within
+from ppfleetx.nn.lora_and_quant_specs import transformed
 from ppfleetx.nn.mlp_spec import MLPSpec, MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
-from ppfleetx.nn.param_spec_transforms import transformed
 from ppfleetx.nn.rope_scaling import score_factor
 from ppfleetx.utils.log import get_logger
 

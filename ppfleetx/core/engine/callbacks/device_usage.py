@@ -7,7 +7,7 @@ import statistics
 import sys
 from typing import TYPE_CHECKING
 
-from ppfleetx.config.formatting import ranks_text
+from ppfleetx.config.message_text import ranks_text
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run_view import Run, StepRecord
 from ppfleetx.distributed import device as devices

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.config.formatting import counted
+from ppfleetx.config.message_text import counted
 from ppfleetx.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
