@@ -324,7 +324,7 @@ class GPT:
         if options.get("prompt") is not None or options.get("prompt_file") is not None:
             raise ConfigError("prompts are the first argument of generate", key="Generation.prompt")
         cfg = section_of(GenerationConfig, {**said, **options})
-        if (unread := cfg.unread(options)) is not None:
+        if (unread := cfg.first_unused_option(options)) is not None:
             key, strategy = unread
             raise ConfigError(
                 f"only {strategy} reads it, and the strategy is {cfg.decode_strategy}: give "

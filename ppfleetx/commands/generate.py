@@ -137,7 +137,7 @@ def check_options(cfg: RunConfig) -> None:
     """Raise ConfigError if the command line sets a ``Generation`` key that the strategy does not use."""
     arguments = [key for key, place in cfg.origins.items() if is_argument(place)]
     given = [key.removeprefix("Generation.") for key in arguments if key.startswith("Generation.")]
-    if (unread := cfg.Generation.unread(given)) is not None:
+    if (unread := cfg.Generation.first_unused_option(given)) is not None:
         key, strategy = unread
         raise cfg.error(
             f"Generation.{key}",

@@ -17,7 +17,7 @@ from ppfleetx.generation.decoding_session import DecodingSession
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.logits_processors import force
 from ppfleetx.generation.sampling import TokenScore, score_tokens
-from ppfleetx.generation.sampling_params import PLAIN, RowTokens, SamplingParams, chosen, processed
+from ppfleetx.generation.sampling_params import PLAIN, RowTokens, SamplingParams, chosen, process_logits
 from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
@@ -142,7 +142,9 @@ def process(
     returns the token ids of each row, prompt included."""
     early_ends = rules.end_ids if num_new < rules.min_new_tokens else ()
     if rules.options.change_logits or early_ends:
-        logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()], early_ends)
+        logits = process_logits(
+            logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()], early_ends
+        )
     if rules.forced_bos_id is not None and num_new == 0:
         logits = force(logits, rules.forced_bos_id, paddle.ones([logits.shape[0]], dtype="bool"))
     if rules.forced_eos_id is not None:

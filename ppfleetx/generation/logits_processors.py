@@ -65,7 +65,7 @@ def candidates(
     if 0 < top_k < vocab:
         values, ids = largest(logits, top_k)
         kept = F.softmax(values, axis=-1)
-        kept = by_id(kept if top_p >= 1.0 else keep_top_p(kept, top_p), ids, vocab)
+        kept = scatter_by_id(kept if top_p >= 1.0 else keep_top_p(kept, top_p), ids, vocab)
     else:
         kept = F.softmax(logits, axis=-1)
         kept = kept if top_p >= 1.0 else nucleus(kept, top_p)
@@ -92,7 +92,7 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
     return paddle.to_tensor(given * (distance <= farthest))
 
 
-def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
+def scatter_by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
     """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
     ``[b, vocab_size]``. All other tokens get 0."""
     # If tokens stayed sorted by probability, rounding could swap two almost equally likely tokens.

@@ -15,7 +15,7 @@ import paddle
 from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.kv_cache import GrowingCache
 from ppfleetx.generation.logits_processors import largest, log_probabilities
-from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, chosen, processed
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, chosen, process_logits
 
 _COLUMNS = 128  # prompt positions per pass, which bounds the memory for logits
 
@@ -47,7 +47,7 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
     tokens = [0] * len(choices)
     for (options, forbidden), rows in groups.items():
         part = logits if len(groups) == 1 else logits.index_select(paddle.to_tensor(rows), axis=0)
-        part = processed(part, options, [choices[row].tokens for row in rows], forbidden)
+        part = process_logits(part, options, [choices[row].tokens for row in rows], forbidden)
         numbers = [choices[row].exponentials for row in rows]
         new = chosen(part, options, None if options.temperature == 0.0 else np.stack(numbers))
         for row, token in zip(rows, new.numpy().tolist(), strict=True):

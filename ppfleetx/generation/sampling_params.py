@@ -237,7 +237,7 @@ class RowTokens:
         return self.ids[len(self.ids) - self.num_new :]
 
 
-def processed(
+def process_logits(
     logits: paddle.Tensor,
     options: SamplingParams,
     rows: Sequence[RowTokens],

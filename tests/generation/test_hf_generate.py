@@ -13,7 +13,7 @@ from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.decode_loop import Rules, decode, greedy
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.logits_processors import candidates
-from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, processed
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, process_logits
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.layer_factory import LocalFactory
@@ -116,7 +116,7 @@ def test_same_logits_become_the_same_distribution(case: dict) -> None:
     options = row_options(case["options"])
     rows = [RowTokens(ids, 0) for ids in GOLDEN["processed"]["ids"]]
     weights = candidates(
-        processed(logits, options, rows), **{name: getattr(options, name) for name in SAMPLING}
+        process_logits(logits, options, rows), **{name: getattr(options, name) for name in SAMPLING}
     ).numpy()
     found = weights / weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(found, np.array(case["probabilities"]), atol=2e-6)

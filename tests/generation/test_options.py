@@ -13,7 +13,7 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.deploy.export_dir import check_generation
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling import score_prompt
-from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, processed
+from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, process_logits
 
 PROMPTS = ["the cat", "hat the other", "an"]
 GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 24}
@@ -65,7 +65,7 @@ def test_all_but_one_token_may_be_suppressed() -> None:
     """Of a large vocabulary, which costs no more than one pass over it."""
     vocab_size = 200_000
     options = SamplingParams(suppress_tokens=tuple(range(1, vocab_size)))
-    logits = processed(paddle.zeros([1, vocab_size]), options, [RowTokens([], 0)])
+    logits = process_logits(paddle.zeros([1, vocab_size]), options, [RowTokens([], 0)])
     assert paddle.isfinite(logits).nonzero().tolist() == [[0, 0]]
 
 
@@ -167,7 +167,7 @@ class TestStructuredOutputs:
         cfg = GenerationConfig(structured_outputs={"regex": "yes|n[ab]*"}, suppress_tokens=(*b"b",))
         options = SamplingParams.of(cfg, tokenizer, tokenizer.end_ids)
         rows = [RowTokens(list(text), len(text)) for text in (b"yes", b"n", b"")]
-        logits = processed(paddle.zeros([3, tokenizer.vocab_size]), options, rows, tokenizer.end_ids)
+        logits = process_logits(paddle.zeros([3, tokenizer.vocab_size]), options, rows, tokenizer.end_ids)
         allowed = [set(row.nonzero().flatten().tolist()) for row in paddle.isfinite(logits)]
         assert allowed == [{*tokenizer.end_ids}, {*b"a"}, {*b"yn"}]
 

@@ -193,7 +193,7 @@ class GenerationConfig(TokenOptions):
         given = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
         return None if given is None else tuple(dict.fromkeys(given))
 
-    def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
+    def first_unused_option(self, keys: Iterable[str]) -> tuple[str, str] | None:
         """Return the first of ``keys`` that was set although only another ``decode_strategy`` reads it.
 
         The result is the pair (key, the strategy that reads it), or None if there is no such key. A key

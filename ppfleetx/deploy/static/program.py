@@ -47,7 +47,13 @@ from ppfleetx.deploy.static.sampling import (
 )
 from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.gumbel_sampling import draw
-from ppfleetx.generation.logits_processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
+from ppfleetx.generation.logits_processors import (
+    forbid,
+    is_any_of,
+    keep_top_p,
+    penalize_repetition,
+    scatter_by_id,
+)
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
 from ppfleetx.nn.cpu_ops.compiled import WIDTH
@@ -438,7 +444,7 @@ class GenerationProgram(nn.Layer):
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
-            weights = by_id(kept, ids, self.vocab_size)
+            weights = scatter_by_id(kept, ids, self.vocab_size)
         else:
             weights = F.softmax(logits, axis=-1)
             if self.by_cpu_ops:
