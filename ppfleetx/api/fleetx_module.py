@@ -17,6 +17,7 @@ import numpy as np
 
 from ppfleetx.api.model import GPT, ready
 from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.rules import check_one_process
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.generation.text_io import as_texts
 
@@ -120,10 +121,7 @@ def build_module(cfg: RunConfig) -> GenerationModule:
     """
     if cfg.Model.task.classifies:
         raise cfg.error("Model.module", "a classifier has no next token")
-    if cfg.plan.world_size > 1:
-        raise ConfigError(
-            f"the model is built in one process, unlike in the plan ({cfg.plan})", key="Distributed"
-        )
+    check_one_process(cfg, "a module built in Python")
     ctx = ready(cfg)
     from ppfleetx.commands.train import build_runner
 

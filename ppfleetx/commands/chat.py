@@ -19,6 +19,7 @@ from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.message_text import counted
 from ppfleetx.config.reading.tree import is_argument
+from ppfleetx.config.rules import check_one_process
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
@@ -147,8 +148,7 @@ def run(chat: Chat) -> None:
 
 def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
     check_plan(cfg)
-    if cfg.plan.world_size > 1:
-        raise ConfigError(f"chat runs in one process with the whole model, unlike the plan ({cfg.plan})")
+    check_one_process(cfg, "chat")
     check_checkpoint(cfg)
     options = _options(cfg)
     tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))

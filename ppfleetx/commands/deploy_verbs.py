@@ -81,12 +81,13 @@ examples:
         from ppfleetx.commands.generate import check_checkpoint, load_generator
         from ppfleetx.commands.initialize import start_with
         from ppfleetx.config.loader import load_config
+        from ppfleetx.config.rules import check_one_process
         from ppfleetx.deploy.server import run as server
 
         with self.job() as job:
             cfg = load_config(job.config, job.overrides)
             server.check_libraries()
-            server.check_plan(cfg, world_size())
+            check_one_process(cfg, "the server", world_size())
             server.check_generation(cfg)
             check_checkpoint(cfg)
             api_key, adapters = server.read_api_key(cfg, os.environ), server.read_adapters(cfg)

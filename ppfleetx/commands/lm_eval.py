@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.rules import check_one_process
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.output_files import atomic_write
 
@@ -26,12 +27,7 @@ def run(options: LmEval) -> None:
         _check(options)
         cfg = job.load()
         check_checkpoint(cfg)
-        if cfg.plan.world_size > 1:
-            raise ConfigError(
-                "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
-                "checkpoint of any plan loads)",
-                key="Distributed",
-            )
+        check_one_process(cfg, "lm-evaluation-harness")
         cfg, ctx = start_with(cfg)
         names = options.tasks.split(",")
         manager = find_tasks(names, options.include_path)

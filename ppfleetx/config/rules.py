@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import RuleError
 from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
 from ppfleetx.config.registries import modules_that
@@ -23,6 +24,18 @@ def num_outputs(cfg: RunConfig) -> int:
     """The number of outputs of the classification head: ``Model.num_classes`` or else the number of classes
     of the GLUE task."""
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
+
+
+def check_one_process(cfg: RunConfig, what: str, processes: int = 1) -> None:
+    """Raise ConfigError if the parallel plan, or the launcher with its ``processes``, uses several processes.
+    ``what`` is the program that does not support them, as the subject of the message."""
+    if cfg.plan.world_size > 1 or processes > 1:
+        raise ConfigError(
+            f"{what} runs in one process with the whole model, unlike the plan ({cfg.plan}). A checkpoint of "
+            "any plan loads: set the degrees to 1, and start it without the launcher",
+            key="Distributed",
+            place=cfg.origins.get("Distributed"),
+        )
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:

@@ -39,18 +39,6 @@ def check_libraries() -> None:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'ppfleetx[serve]'")
 
 
-def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Raise ConfigError if the parallel plan or the launcher uses several processes, which the server does
-    not support."""
-    if cfg.plan.world_size > 1 or processes > 1:
-        raise ConfigError(
-            f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
-            "checkpoint of any plan can be served: set the degrees to 1, and start it without the launcher",
-            key="Distributed",
-            place=cfg.origins.get("Distributed"),
-        )
-
-
 def check_generation(cfg: RunConfig) -> None:
     """Raise ConfigError for options that the server does not support, such as an assistant model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:

@@ -61,7 +61,7 @@ def test_a_port_in_use_is_one_quick_message(served_checkpoint: Path) -> None:
         (("Serve.port=70000",), "Serve.port = 70000"),
         (("Serve.host=no.such.host.invalid",), "Serve.host = 'no.such.host.invalid'"),
         (("Serve.api_key_env=NO_SUCH_KEY",), "Serve.api_key_env = 'NO_SUCH_KEY'"),
-        (("Distributed.mp_degree=2",), "the server is one process with the whole model"),
+        (("Distributed.mp_degree=2",), "the server runs in one process with the whole model"),
         (("Serve.prot=1",), "Did you mean Serve.port"),
     ],
 )
