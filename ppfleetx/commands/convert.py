@@ -18,8 +18,8 @@ class Convert(Command):
       --from hf        a directory that transformers saved, or a Llama of PaddleNLP or PaddleFormers. The
                        files are safetensors, pytorch_model.bin or model_state.pdparams, sharded or not. The
                        model_type must be listed below
-      --from gguf      a GGUF file of llama.cpp: Llama, Mistral, Qwen2, Qwen3, GPT-2 or GPT-NeoX, with any
-                       element type that the library gguf can read
+      --from gguf      a GGUF file of llama.cpp with any element type that the library gguf can read.
+                       docs/converting.md lists the kinds of networks
       --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
       --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
       --from ppfleetx  anything Engine.save_load.ckpt_dir accepts

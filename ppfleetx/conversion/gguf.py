@@ -182,7 +182,8 @@ def _name_converter(config: Mapping[str, Any]) -> Any:
 
     def name(theirs: str) -> str:
         found = table.get_name(theirs, try_suffixes=_SUFFIXES)
-        assert found is not None, theirs
+        if found is None:
+            raise CheckpointError(f"GGUF files of {row.name} have no tensor for {theirs}")
         return found
 
     return name
@@ -196,6 +197,8 @@ def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
 def _in_hf_layout(
     stored: LazyTensor, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
 ) -> LazyTensor:
+    if len(shape) == 1:
+        stored = stored.cast("F32")  # numbers are added to norms
     return LazyTensor(stored.dtype, shape, lambda: _reshaped(stored.read(), name, config, to_file=False))
 
 
@@ -311,11 +314,11 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors and position
+    """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors, norms and position
     embeddings are float32. If ``dtype`` is None, other tensors keep their type. Otherwise, matrices get the
     type ``dtype``, with two exceptions: rows that do not divide into blocks become float16, and the word
     embedding and the head become 8-bit."""
-    if len(tensor.shape) == 1 or name.startswith("position_embd"):
+    if len(tensor.shape) == 1 or name.endswith("_norm.weight") or name.startswith("position_embd"):
         return "F32"
     if dtype is None:
         return tensor.dtype

@@ -36,9 +36,12 @@ class Architecture:
         keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
         fixed: keys of ``config.json`` that have the same value for all files of this architecture.
         biases: key of ``config.json`` -> the tensor whose presence makes the key true.
+        lacks: key of ``config.json`` -> the tensor whose absence makes the key true.
         rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
         rotates_pairs: llama.cpp rotates adjacent features of a head, and transformers its two halves.
         shifts_norms: llama.cpp stores the factors of norms, and transformers the factors less 1.
+        window_period: if layers with a sliding window and full layers alternate, every layer of this number
+            is full; None: all layers are the same.
         scale_layers: the number of layers by which llama.cpp recognizes Gemma 27B. A model with this many
             layers divides attention scores by sqrt(hidden size / heads), others by sqrt(head size).
     """
@@ -48,9 +51,11 @@ class Architecture:
     keys: Mapping[str, str]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
     rotary_part: str | None = None
     rotates_pairs: bool = False
     shifts_norms: bool = False
+    window_period: int | None = None
     scale_layers: int | None = None
 
 
@@ -94,8 +99,9 @@ _ARCHITECTURES = (
         "gemma2",
         "gemma2",
         _LLAMA | _WINDOW | _SOFTCAPS,
-        {"sliding_window": 4096},
+        {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         shifts_norms=True,
+        window_period=2,
         scale_layers=46,
     ),
     Architecture(
@@ -104,6 +110,7 @@ _ARCHITECTURES = (
         _LLAMA | _WINDOW | _SOFTCAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
         {"rope_local_base_freq": 10000.0},
         shifts_norms=True,
+        window_period=6,
         scale_layers=62,
     ),
     Architecture("phi3", "phi3", _LLAMA | _WINDOW, rotary_part="partial_rotary_factor"),
@@ -121,6 +128,7 @@ _ARCHITECTURES = (
         _LLAMA_WITHOUT_RMS
         | {"layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": _QUERY_BIAS},
+        lacks={"use_parallel_residual": "blk.0.ffn_norm.weight"},
         rotary_part="partial_rotary_factor",
     ),
     Architecture(
@@ -133,6 +141,7 @@ _ARCHITECTURES = (
         "cohere2",
         "cohere2",
         _LLAMA_WITHOUT_RMS | _WINDOW | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
+        window_period=4,
     ),
     Architecture("qwen2", "qwen2", _LLAMA, {"use_sliding_window": False}),
     Architecture("qwen3", "qwen3", _LLAMA, {"use_sliding_window": False, "attention_bias": False}),
@@ -164,6 +173,11 @@ _ARCHITECTURES = (
 )
 BY_NAME = {one.name: one for one in _ARCHITECTURES}
 BY_TYPE = {one.model_type: one for one in _ARCHITECTURES} | {"mistral": BY_NAME["llama"]}
+_YARN_DEFAULTS = {"yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+_FLOATS = ("epsilon", "scale", "softcapping", "freq_base", "freq_base_swa")
+"""Endings of the metadata keys that llama.cpp reads as float32."""
+_ENDS_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Tokens that end an answer, even if the metadata do not say so."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -193,9 +207,6 @@ def config_of(
         raise CheckpointError(
             "a mixture of experts is not read from GGUF; convert its Hugging Face directory"
         )
-    window = f"{name}.{_WINDOW['sliding_window']}"
-    if metadata.get(window) and not row.keys.keys() & _WINDOW:
-        raise CheckpointError(f"{window} {shown(metadata[window])}: {name} is read without a sliding window")
     if "token_embd.weight" not in shapes:
         raise CheckpointError("it lacks the tensor token_embd.weight")
     config = {
@@ -205,23 +216,57 @@ def config_of(
         **row.fixed,
     }
     for key, theirs in row.keys.items():
-        value = metadata.get(f"{name}.{theirs}")
+        value = _same_for_all_layers(metadata, f"{name}.{theirs}")
         if value is not None:
             config[key] = _shortest(value)
         elif theirs in _SIZES.values() or theirs.endswith("epsilon"):
             raise CheckpointError(f"its metadata lack {name}.{theirs}")
-    if row.keys.keys() & _WINDOW:
-        config["sliding_window"] = config.get("sliding_window") or None
     config |= {key: tensor in shapes for key, tensor in row.biases.items()}
+    config |= {key: tensor not in shapes for key, tensor in row.lacks.items()}
     config["tie_word_embeddings"] = "output.weight" not in shapes
     if "head_dim" in row.keys and "num_attention_heads" in config:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if row.scale_layers is not None and "num_attention_heads" in config:
         per_head = config["hidden_size"] // config["num_attention_heads"]
         is_scaled = config["num_hidden_layers"] == row.scale_layers
-        config["query_pre_attn_scalar"] = per_head if is_scaled else config.get("head_dim", per_head)
+        config["query_pre_attn_scalar"] = per_head if is_scaled else config["head_dim"]
+    _add_window(config, metadata, row)
     _add_rope(config, metadata, row, factors)
     return config | _token_ids(metadata, config["vocab_size"])
+
+
+def _same_for_all_layers(metadata: Metadata, key: str) -> Any:
+    """Return the value of ``key``. An array has a value for each layer; all must be equal."""
+    value = metadata.get(key)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise CheckpointError(f"{key} {shown(value)} is not the same for all layers")
+    return value[0]
+
+
+def _add_window(config: dict[str, Any], metadata: Metadata, row: Architecture) -> None:
+    """Set the sliding window, and which layers have it."""
+    key = f"{row.name}.{_WINDOW['sliding_window']}"
+    window = metadata.get(key)
+    if not row.keys.keys() & _WINDOW:
+        if window and window < config["max_position_embeddings"]:
+            raise CheckpointError(f"{key} {shown(window)}: {row.name} is read without a sliding window")
+        return
+    config["sliding_window"] = config.get("sliding_window") or None
+    if row.window_period is None:
+        return
+    pattern, layers = metadata.get(f"{key}_pattern"), config["num_hidden_layers"]
+    if config["sliding_window"] is None:
+        pattern = [False] * layers
+    elif isinstance(pattern, int):
+        pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+    if pattern is None:
+        return  # as in transformers
+    if len(pattern) != layers:
+        raise CheckpointError(f"{key}_pattern has {len(pattern)} values, and the network {layers} layers")
+    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
 
 
 def _add_rope(
@@ -240,10 +285,23 @@ def _add_rope(
         raise CheckpointError(
             f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) can be rotated"
         )
+    if "attention_multiplier" in row.keys:
+        config.setdefault("attention_multiplier", head_dim**-0.5)
     said = f"{row.name}.rope.scaling."
+    if metadata.get(f"{said}finetuned") is False and row.name == "granite":
+        raise CheckpointError(f"{said}finetuned is false: {row.name} without rotary positions is not read")
+    for name, default in _YARN_DEFAULTS.items():
+        if metadata.get(said + name, default) != default:
+            raise CheckpointError(f"{said}{name} {shown(metadata[said + name])} is not supported")
+    wrong = [name for name, one in factors.items() if one.shape != (turned // 2,)]
+    if wrong:
+        raise CheckpointError(f"{wrong[0]} has not one factor for each of {turned // 2} rotary frequencies")
+    is_longrope = all(name in factors for name in _LONGROPE_FACTORS.values())
     # Older files have only a factor, which llama.cpp reads as linear scaling.
     kind = metadata.get(f"{said}type", "linear" if metadata.get(f"{said}factor") else "none")
-    if kind != "none":
+    if kind == "linear" and not metadata.get(f"{said}factor"):
+        kind = "none"
+    if kind != "none" and not (kind == "longrope" and is_longrope):
         if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
             raise CheckpointError(f"{said}type {shown(kind)} is not supported")
         names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
@@ -254,7 +312,7 @@ def _add_rope(
             "rope_type": kind,
             **{key: _shortest(value) for key, value in given.items() if value is not None},
         }
-    if all(name in factors for name in _LONGROPE_FACTORS.values()):
+    if is_longrope:
         original = metadata.get(f"{said}original_context_length")
         if original is None:
             raise CheckpointError(f"its metadata lack {said}original_context_length")
@@ -289,7 +347,10 @@ def _rope_factors(scaling: RopeScalingConfig, head_dim: int, base: float) -> np.
 
 def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
     given = {kind: special_id(metadata, kind, vocab_size) for kind in ("bos", "eos", "eot", "padding")}
-    ends = [one for one in dict.fromkeys((given["eos"], given["eot"])) if one is not None]
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    of_turn = [number for number, token in enumerate(tokens) if token in _ENDS_OF_TURN]
+    all_ends = (given["eos"], *metadata.get("tokenizer.ggml.eos_token_ids", ()), given["eot"], *of_turn)
+    ends = [one for one in dict.fromkeys(all_ends) if one is not None]
     ids = {
         "bos_token_id": given["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
@@ -315,7 +376,11 @@ def _shortest(value: Any) -> Any:
 
 def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
     found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
-    made = {key: value for key, value in found.items() if value is not None}
+    made = {
+        key: float(value) if key.endswith(_FLOATS) else value
+        for key, value in found.items()
+        if value is not None
+    }
     made |= {"general.architecture": row.name, f"{row.name}.vocab_size": model.vocab_size}
     if model.position_embedding_type == "rope":
         turned = round(model.head_size * model.rotary_percent)

@@ -75,6 +75,7 @@ _OTHER_NAMES = {
     "smaug-bpe": "dbrx",
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
 }
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _WITH_BOS = ("llama-bpe", "llama")
 """Tokenizers that put BOS before a text unless the file says otherwise."""
 _IGNORE_MERGES = ("llama-bpe",)
@@ -105,8 +106,10 @@ def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
         definition, cut = _of_bytes(metadata, vocab, types, place)
     else:
         definition, cut = _of_characters(metadata, vocab, types), kind
+    # llama.cpp removes the spaces after special tokens of Phi-3, like Phi-3's own tokenizer.
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
     definition["added_tokens"] = [
-        _added(number, token, is_special=types[number] != _USER_DEFINED)
+        _added(number, token, types[number], strips=strips and token not in _NOT_STRIPPED)
         for token, number in vocab.items()
         if types[number] in (_CONTROL, _USER_DEFINED, _UNKNOWN)
     ]
@@ -196,9 +199,10 @@ def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> lis
     return [[left, right] for *_, left, right in sorted(found)]
 
 
-def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": token, **flags, "special": is_special}
+def _added(number: int, token: str, kind: int, *, strips: bool) -> dict[str, Any]:
+    """Make the entry of a special token. ``strips``: spaces after the token are removed."""
+    flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
+    return {"id": number, "content": token, **flags, "rstrip": strips, "special": kind != _USER_DEFINED}
 
 
 def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
@@ -326,9 +330,10 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """Return GGUF's name, such as ``qwen2``, for the rule by which a tokenizer splits text into pieces.
     Raises CheckpointError if the rule is not a supported one."""
     found = _comparable(tokenizer.definition.get("pre_tokenizer"))
-    for name, cut in _PRE_TOKENIZERS.items():
-        if _comparable(cut) == found:
-            return name
+    ignores_merges = bool(tokenizer.definition["model"].get("ignore_merges"))
+    names = [name for name, cut in _PRE_TOKENIZERS.items() if _comparable(cut) == found]
+    if names:
+        return next((name for name in names if (name in _IGNORE_MERGES) == ignores_merges), names[0])
     raise CheckpointError(
         f"{tokenizer.place} splits text in a way that cannot be written as GGUF; supported: the ways of "
         f"{', '.join(_PRE_TOKENIZERS)}"

@@ -62,7 +62,7 @@ class DeferredLogits:
     def logits(self) -> Iterator[paddle.Tensor]:
         """Yield the logits ``[chunk length, b, columns]`` of each chunk, without gradients. The head's hooks
         do not run."""
-        return self.head.logits_in_pieces(self.hidden)
+        return self.head.logits_in_chunks(self.hidden)
 
 
 class ChunkedHead(nn.Layer):
@@ -109,7 +109,7 @@ class ChunkedHead(nn.Layer):
         gathers the positions from all tensor-parallel ranks."""
         raise NotImplementedError
 
-    def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
+    def logits_in_chunks(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
         with paddle.no_grad():
             whole = self.entered(hidden)
             weight, bias, is_transposed = self.matrix()

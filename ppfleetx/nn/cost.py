@@ -16,7 +16,7 @@ from ppfleetx.nn.activation_memory import Step
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 """The implementation whose operations are counted:
 
-``cpu``: this toolkit on a CPU, in float32.
+``cpu``: this toolkit on a CPU, in float32; ``Work.rounds_products``: with bfloat16 products.
 ``gpu``: this toolkit on a GPU, with reference or flash attention (``Work.flash``).
 ``plugin``: this toolkit on a plugin's device (Ascend): as on a GPU, but with an unfused tensor-parallel loss.
 ``fused``: Megatron-LM and PaddleFleetX, to compare with published runs. Scale, mask and softmax are one

@@ -40,7 +40,7 @@ def token_loss(
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_loss, true_vocab=true_vocab, group=group)
-        return _in_pieces(logits, labels, loss_mask, of_piece)
+        return _in_chunks(logits, labels, loss_mask, of_piece)
     width = logits.shape[-1]
     logits = logits.astype("float32")
     true_here = true_vocab if group is None else max(true_vocab - group.rank * width, 0)
@@ -90,7 +90,7 @@ def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) 
     return losses.astype("float64") + exact
 
 
-def _in_pieces(
+def _in_chunks(
     logits: DeferredLogits,
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,

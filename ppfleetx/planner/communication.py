@@ -14,8 +14,7 @@ from ppfleetx.planner.cards import Card
 
 _MICRO = 1e-6
 _RAMP_BYTES = 4e6
-"""Size in bytes up to which the latency of a collective grows with its size (vTrain's all-reduce table). All
-further bytes are sent at the full speed of the links."""
+"""Size in bytes up to which the latency of a collective grows with its size (vTrain's all-reduce table)."""
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,14 @@ def test_queries_and_keys_are_in_the_order_of_llama_cpp(tmp_path, tokenizer):
     )
 
 
+def test_norms_of_heads_are_float32(tmp_path, tokenizer):
+    """llama.cpp does not multiply by norms of other types."""
+    model, tensors = network("cohere")
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer, dtype="q8_0")
+    kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    assert {kinds[f"blk.0.{name}.weight"] for name in ("attn_q_norm", "attn_k_norm", "attn_norm")} == {"F32"}
+
+
 @pytest.mark.parametrize(
     ("dtype", "close"), [("q8_0", 0.02), ("q4_0", 0.4), ("q4_1", 0.3), ("float16", 2e-3)]
 )
@@ -324,6 +332,7 @@ def test_what_is_refused(tmp_path, tokenizer, message):
         ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which cannot be written as GGUF"),
         ("gemma2", {"query_pre_attn_scalar": 16}, "attention_multiplier = 0.25"),
         ("starcoder2", {"sliding_window": 8}, "attention_window = 7"),
+        ("stablelm", {"qk_layernorm": True}, "no tensor for .*q_layernorm"),
     ],
 )
 def test_networks_that_are_not_written(tmp_path, tokenizer, name, changes, message):
@@ -372,6 +381,31 @@ def test_tokenizers_there_and_back(tmp_path, name):
             continue
         assert again.encode_prompt(text) == first.encode_prompt(text), text
     assert again.end_ids[0] == first.end_ids[0]
+
+
+@pytest.mark.parametrize("ignores_merges", [True, False])
+def test_merges_that_are_ignored(tmp_path, ignores_merges):
+    """The name of the pre-tokenizer says it: Llama 3 ignores merges where a whole word is a token. OLMo 2
+    splits text in the same way, and does not."""
+    source = GOLDENS / "tokenizers" / "llama3"
+    files = {file.name: file.read_text() for file in source.glob("*.json")}
+    definition = json.loads(files["tokenizer.json"])
+    definition["model"]["ignore_merges"] = ignores_merges
+    write_files(files | {"tokenizer.json": json.dumps(definition)}, tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    metadata = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
+    assert metadata["tokenizer.ggml.pre"] == ("llama-bpe" if ignores_merges else "dbrx")
+    again = json.loads(tokenizer_texts(metadata, "a.gguf")["tokenizer.json"])
+    assert again["model"]["ignore_merges"] == ignores_merges
+
+
+def test_spaces_after_special_tokens_of_phi3():
+    first = Tokenizer.load(GOLDENS / "tokenizers" / "llama2_plain")
+    metadata = tokenizer_metadata(first, first.vocab_size)
+    for architecture in ("llama", "phi3"):
+        texts = tokenizer_texts(metadata | {"general.architecture": architecture}, "a.gguf")
+        added = {one["content"]: one["rstrip"] for one in json.loads(texts["tokenizer.json"])["added_tokens"]}
+        assert added["<s>"] is False and added["</s>"] is (architecture == "phi3")
 
 
 OLD_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

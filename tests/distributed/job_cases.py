@@ -1,4 +1,4 @@
-"""Run in the ranks for test_coordination.py and test_checks.py."""
+"""Run in the ranks for test_coordination.py and test_consistency_checks.py."""
 
 from __future__ import annotations
 

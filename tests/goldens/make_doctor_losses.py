@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import paddle
-from ppfleetx.doctor.steps import GOLDEN, LENGTH, MODELS, SEQUENCES, STEPS, train
+
+from ppfleetx.doctor.golden_losses import GOLDEN, LENGTH, MODELS, SEQUENCES, STEPS, train
 
 if __name__ == "__main__":
     paddle.set_default_dtype("float64")

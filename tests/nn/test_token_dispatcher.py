@@ -5,7 +5,7 @@ import pytest
 
 from ppfleetx.config.mesh import levels_of
 from ppfleetx.nn.token_dispatcher import sorted_by_expert
-from tests.nn.expert_exchange import ROUTES
+from tests.nn.token_dispatcher_cases import ROUTES
 
 
 def test_order_by_expert():
@@ -22,7 +22,7 @@ def test_order_by_expert():
 @pytest.mark.parametrize(("ep", "emp"), [(2, 1), (1, 2), (4, 1), (2, 2)])
 def test_outputs_and_gradients_are_those_of_one_rank(pools, ep, emp, route):
     differences = pools(ep * emp).run(
-        "tests.nn.expert_exchange:worst_difference", ep=ep, emp=emp, route=route
+        "tests.nn.token_dispatcher_cases:worst_difference", ep=ep, emp=emp, route=route
     )
     assert max(differences) < 1e-5
 
@@ -31,7 +31,7 @@ def test_outputs_and_gradients_are_those_of_one_rank(pools, ep, emp, route):
 @pytest.mark.parametrize(("ep", "emp", "per_node"), [(4, 1, 2), (4, 2, 4), (8, 1, 4), (8, 1, 2)])
 def test_two_levels_give_the_bits_of_one(pools, ep, emp, per_node, route):
     calls = pools(ep * emp).run(
-        "tests.nn.expert_exchange:levels_apart", ep=ep, emp=emp, route=route, per_node=per_node
+        "tests.nn.token_dispatcher_cases:levels_apart", ep=ep, emp=emp, route=route, per_node=per_node
     )
     nodes, places = ep * emp // per_node, per_node // emp
     for one, two in calls:  # counts and rows there, rows back, and both for the gradient
@@ -54,4 +54,4 @@ def test_groups_of_two_levels(ranks, per_node, levels):
 
 
 def test_ranks_that_hold_the_same_rows_share_them(pools):
-    assert pools(2).run("tests.nn.expert_exchange:halves") == [[2, 3, 1], [2, 2, 1]]
+    assert pools(2).run("tests.nn.token_dispatcher_cases:halves") == [[2, 3, 1], [2, 2, 1]]

@@ -29,7 +29,7 @@ def within_a_group(device: str, members: list[int], dtype: str) -> list[float]:
 def rows_of_experts(device: str, ep: int, emp: int, route: str) -> float:
     """Largest difference of rows that travel to experts and back from those of one rank."""
     paddle.set_device(device)
-    from tests.nn.expert_exchange import worst_difference
+    from tests.nn.token_dispatcher_cases import worst_difference
 
     return worst_difference(ep, emp, route)
 
