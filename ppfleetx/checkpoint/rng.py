@@ -127,7 +127,10 @@ def _set_paddle_state(saved: Mapping[str, Any], *, streams: bool) -> None:
         )
         return
     if streams:  # first, because this changes the default generators
-        stream_tracker().set_states_tracker(tracked)
+        tracker = stream_tracker()
+        # An earlier run in the same process, with another plan, may have left streams behind.
+        known = tracker.get_states_tracker().keys() & tracked.keys()
+        tracker.set_states_tracker({name: tracked[name] for name in known})
     paddle.set_rng_state(default)
 
 

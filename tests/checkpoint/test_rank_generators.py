@@ -67,6 +67,17 @@ def test_a_missing_rank_is_refused() -> None:
         restore_rng_state(state, ctx)
 
 
+def test_streams_of_an_earlier_run_in_the_process_are_passed_over() -> None:
+    """A process that trained under tensor parallelism has a stream that this plan does not use."""
+    ctx = ParallelContext.single()
+    state = gather_rng_state(ctx)
+    state["rng"]["paddle"]["tracker"]["left_behind"] = state["rng"]["paddle"]["default"]
+    expected = draw()
+    seed_differently(ctx, 3)
+    assert restore_rng_state(state, ctx)
+    assert draw()[:3] == expected[:3]
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """The process sees so many GPUs. Each stands for the CPU's generator."""
