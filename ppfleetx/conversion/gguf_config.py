@@ -217,6 +217,8 @@ def config_of(
     }
     for key, theirs in row.keys.items():
         value = _same_for_all_layers(metadata, f"{name}.{theirs}")
+        if value is not None and theirs in _SIZES.values() and not (isinstance(value, int) and value > 0):
+            raise CheckpointError(f"{name}.{theirs} {shown(value)} must be an integer of at least 1")
         if value is not None:
             config[key] = _shortest(value)
         elif theirs in _SIZES.values() or theirs.endswith("epsilon"):
@@ -224,13 +226,15 @@ def config_of(
     config |= {key: tensor in shapes for key, tensor in row.biases.items()}
     config |= {key: tensor not in shapes for key, tensor in row.lacks.items()}
     config["tie_word_embeddings"] = "output.weight" not in shapes
-    if "head_dim" in row.keys and "num_attention_heads" in config:
-        config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    if row.scale_layers is not None and "num_attention_heads" in config:
+    if "head_dim" in row.keys:
         per_head = config["hidden_size"] // config["num_attention_heads"]
-        is_scaled = config["num_hidden_layers"] == row.scale_layers
-        config["query_pre_attn_scalar"] = per_head if is_scaled else config["head_dim"]
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        config.setdefault("head_dim", per_head)
+        if row.scale_layers is not None:
+            is_scaled = config["num_hidden_layers"] == row.scale_layers
+            config["query_pre_attn_scalar"] = per_head if is_scaled else config["head_dim"]
+        if "attention_multiplier" in row.keys:
+            config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     _add_window(config, metadata, row)
     _add_rope(config, metadata, row, factors)
     return config | _token_ids(metadata, config["vocab_size"])
@@ -249,9 +253,9 @@ def _same_for_all_layers(metadata: Metadata, key: str) -> Any:
 def _add_window(config: dict[str, Any], metadata: Metadata, row: Architecture) -> None:
     """Set the sliding window, and which layers have it."""
     key = f"{row.name}.{_WINDOW['sliding_window']}"
-    window = metadata.get(key)
     if not row.keys.keys() & _WINDOW:
-        if window and window < config["max_position_embeddings"]:
+        window = _same_for_all_layers(metadata, key)
+        if window and window < metadata[f"{row.name}.context_length"]:
             raise CheckpointError(f"{key} {shown(window)}: {row.name} is read without a sliding window")
         return
     config["sliding_window"] = config.get("sliding_window") or None
@@ -274,7 +278,7 @@ def _add_rope(
 ) -> None:
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
     if None in sizes:
-        return  # GPT-2, which has no rotary positions, or a network with missing keys, reported by its family
+        return  # GPT-2, which has no rotary positions
     head_dim = config.get("head_dim") or sizes[0] // sizes[1]
     if "rope_theta" in row.keys:
         config.setdefault("rope_theta", DEFAULT_BASE)
@@ -285,48 +289,56 @@ def _add_rope(
         raise CheckpointError(
             f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) can be rotated"
         )
-    if "attention_multiplier" in row.keys:
-        config.setdefault("attention_multiplier", head_dim**-0.5)
     said = f"{row.name}.rope.scaling."
     if metadata.get(f"{said}finetuned") is False and row.name == "granite":
         raise CheckpointError(f"{said}finetuned is false: {row.name} without rotary positions is not read")
     for name, default in _YARN_DEFAULTS.items():
         if metadata.get(said + name, default) != default:
             raise CheckpointError(f"{said}{name} {shown(metadata[said + name])} is not supported")
-    wrong = [name for name, one in factors.items() if one.shape != (turned // 2,)]
-    if wrong:
-        raise CheckpointError(f"{wrong[0]} has not one factor for each of {turned // 2} rotary frequencies")
+    for name, one in factors.items():
+        if one.shape != (turned // 2,):
+            raise CheckpointError(f"{name} has not one factor for each of {turned // 2} rotary frequencies")
     is_longrope = all(name in factors for name in _LONGROPE_FACTORS.values())
-    # Older files have only a factor, which llama.cpp reads as linear scaling.
-    kind = metadata.get(f"{said}type", "linear" if metadata.get(f"{said}factor") else "none")
-    if kind == "linear" and not metadata.get(f"{said}factor"):
-        kind = "none"
-    if kind != "none" and not (kind == "longrope" and is_longrope):
-        if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{said}type {shown(kind)} is not supported")
-        names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
-        if kind == "yarn":
-            names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        given = {key: metadata.get(said + theirs) for key, theirs in names.items()}
-        config["rope_scaling"] = {
-            "rope_type": kind,
-            **{key: _shortest(value) for key, value in given.items() if value is not None},
-        }
+    scaling = _scaling(metadata, said, is_longrope=is_longrope)
     if is_longrope:
-        original = metadata.get(f"{said}original_context_length")
-        if original is None:
-            raise CheckpointError(f"its metadata lack {said}original_context_length")
-        config["original_max_position_embeddings"] = original
-        config["rope_scaling"] = {
-            "rope_type": "longrope",
-            **{key: list(map(_shortest, factors[name].tolist())) for key, name in _LONGROPE_FACTORS.items()},
-        }
-        ratio = config["max_position_embeddings"] / original
-        attention = metadata.get(f"{said}attn_factor", 1.0)
-        if not math.isclose(attention, longrope_attention_factor(ratio, original), rel_tol=1e-6):
-            config["rope_scaling"]["attention_factor"] = _shortest(attention)
+        _add_longrope(config, metadata, said, factors)
     elif np.any(factors.get(_LLAMA3_FACTORS, 1) != 1):
         config["rope_scaling"] = _llama3(factors[_LLAMA3_FACTORS], head_dim, config["rope_theta"])
+    elif scaling is not None:
+        config["rope_scaling"] = scaling
+
+
+def _scaling(metadata: Metadata, said: str, *, is_longrope: bool) -> dict[str, Any] | None:
+    """Return the rotary scaling that the metadata keys beginning with ``said`` describe; None if there is
+    none, or if it is LongRoPE's and the file has its factors."""
+    # Older files have only a factor, which llama.cpp reads as linear scaling.
+    kind = metadata.get(f"{said}type", "linear")
+    if kind == "none" or (kind == "linear" and not metadata.get(f"{said}factor")):
+        return None
+    if kind == "longrope" and is_longrope:
+        return None
+    if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
+        raise CheckpointError(f"{said}type {shown(kind)} is not supported")
+    names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
+    if kind == "yarn":
+        names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    given = {key: metadata.get(said + theirs) for key, theirs in names.items()}
+    return {"rope_type": kind, **{key: _shortest(one) for key, one in given.items() if one is not None}}
+
+
+def _add_longrope(
+    config: dict[str, Any], metadata: Metadata, said: str, factors: Mapping[str, np.ndarray]
+) -> None:
+    """Set LongRoPE's factors, and the length up to which the short ones apply."""
+    original = metadata.get(f"{said}original_context_length")
+    if not original:
+        raise CheckpointError(f"its metadata lack {said}original_context_length")
+    lists = {key: list(map(_shortest, factors[name].tolist())) for key, name in _LONGROPE_FACTORS.items()}
+    config["original_max_position_embeddings"] = original
+    config["rope_scaling"] = {"rope_type": "longrope", **lists}
+    ratio, attention = config["max_position_embeddings"] / original, metadata.get(f"{said}attn_factor", 1.0)
+    if not math.isclose(attention, longrope_attention_factor(ratio, original), rel_tol=1e-6):
+        config["rope_scaling"]["attention_factor"] = _shortest(attention)
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
@@ -350,7 +362,7 @@ def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     of_turn = [number for number, token in enumerate(tokens) if token in _ENDS_OF_TURN]
     all_ends = (given["eos"], *metadata.get("tokenizer.ggml.eos_token_ids", ()), given["eot"], *of_turn)
-    ends = [one for one in dict.fromkeys(all_ends) if one is not None]
+    ends = [one for one in dict.fromkeys(all_ends) if one is not None and 0 <= one < vocab_size]
     ids = {
         "bos_token_id": given["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
@@ -360,6 +372,7 @@ def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
 
 
 def generation_config_of(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Build the ``generation_config.json`` from the sampling options of a GGUF file; None if it has none."""
     given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
     said = {key: _shortest(value) for key, value in given.items() if value is not None}
     if not said:
@@ -375,6 +388,7 @@ def _shortest(value: Any) -> Any:
 
 
 def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
+    """Build the metadata that describe the network ``model``, whose ``config.json`` is ``config``."""
     found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
     made = {
         key: float(value) if key.endswith(_FLOATS) else value

@@ -221,16 +221,16 @@ class _Log:
     def follow(self, controller: Any) -> bool:
         """Open the first rank's log if the launcher has created it, and after a signal print the part of it
         that the launcher has not shown. Call this repeatedly. Returns whether the log exists."""
-        containers = controller.pod.containers
-        opened = getattr(containers[0], "_log_handler", None) if containers else None
-        start = getattr(containers[0], "_log_start_offset", None) if containers else None
+        first = next(iter(controller.pod.containers), None)
+        opened = getattr(first, "_log_handler", None)
+        start = getattr(first, "_log_start_offset", None)
         with self._lock, contextlib.suppress(OSError, ValueError):  # the file or terminal may be closed
             if opened is not None and opened is not self._opened:
                 self._rest = os.fdopen(os.dup(opened.fileno()), "rb", buffering=0)  # shares the file position
                 self._opened = opened
             elif opened is None and start is not None and hasattr(controller, "sigint"):
                 if self._rest is None:  # opened and closed again since the last call; nothing was shown yet
-                    self._rest = io.FileIO(containers[0]._out)
+                    self._rest = io.FileIO(first._out)
                     self._rest.seek(start)
                 sys.stdout.flush()
                 shutil.copyfileobj(self._rest, sys.stdout.buffer)

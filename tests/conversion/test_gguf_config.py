@@ -96,6 +96,7 @@ def test_a_stablelm_is_parallel_without_a_second_norm():
         ("qwen2", WINDOW, {}, "without a sliding window"),
         ("granite", RMS | {"attention.head_count_kv": [2, 0, 2, 2, 2, 2]}, {}, "not the same for all"),
         ("llama", RMS | {"attention.head_count": [4, 4, 2, 4, 4, 4]}, {}, "not the same for all"),
+        ("llama", RMS | {"attention.head_count": 0}, {}, "head_count 0 must be an integer of at least 1"),
         ("granite", RMS | {"rope.scaling.finetuned": False}, {}, "without rotary positions"),
         ("llama", RMS | {"rope.scaling.yarn_attn_factor": 0.5}, {}, "yarn_attn_factor 0.5 is not supported"),
         ("llama", RMS, {"rope_freqs.weight": np.full(3, 2, np.float32)}, "each of 4 rotary frequencies"),
