@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,18 +22,13 @@ from ppfleetx.data.blended import (
 from ppfleetx.data.dataloader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
-from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tokenized_corpus import find_prefixes, open_tokens
-from ppfleetx.data.tokenizer.json_files import GPT2_FILES
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
-    from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
-
-_LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
 
 
 @dataclass(frozen=True)
@@ -144,48 +138,6 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
     if isinstance(ordered, BlendedDataset):
         ordered.tells_sources = mode == "Train" and cfg.Engine.log_source_loss
     return ordered
-
-
-def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Build a finetuning dataset of prompts and responses."""
-    from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # only finetuning needs Jinja
-
-    return PromptResponseDataset(*_finetuning_inputs(cfg, mode))
-
-
-def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Build a finetuning dataset of conversations."""
-    from ppfleetx.data.tasks.finetuning import ChatDataset
-
-    return ChatDataset(*_finetuning_inputs(cfg, mode))
-
-
-def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Build the finetuning dataset of a GLUE task. For ``Test``, no labels are read, because most test files
-    have none."""
-    from ppfleetx.data.tasks.finetuning import GlueDataset
-
-    dataset_cfg, tokenizer, multiple = _finetuning_inputs(cfg, mode)
-    require_libraries()
-    task = TASKS[dataset_cfg.name]
-    return GlueDataset(task, dataset_cfg, tokenizer, multiple, with_labels=mode != "Test")
-
-
-def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return the inputs of the finetuning dataset of ``Data.<mode>``: its section, the tokenizer, and the
-    number to whose multiples sample lengths are padded. Raises ConfigError if no tokenizer is configured."""
-    dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
-    if tokenizer is None:
-        raise ConfigError(
-            f"names no files, and {dataset_cfg.name} is made of texts. Give a tokenizer's directory with "
-            "-o Data.tokenizer.dir=DIR; ppfleetx tokenizer makes one, and vocab.json and merges.txt of "
-            f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
-            key="Data.tokenizer",
-        )
-    check_tokenizer(tokenizer, cfg.Model.vocab_size)
-    # With both sequence parallelism and `sep`, each sequence is split into mp x sep parts.
-    multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
-    return dataset_cfg, tokenizer, multiple
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
