@@ -20,6 +20,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
+    from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
 
 
@@ -33,15 +34,19 @@ def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
     result. ``Data.<mode>.dataset.verify`` is the level: none, index or full (`verify_corpus`). Raises
     DataError if a corpus does not match, or if the level is ``full`` and there are no checksums."""
     levels: dict[str, str] = {}
-    for _, section in cfg.Data.sections(*modes):
-        if section.dataset.is_corpus:
-            for entry in section.dataset.inputs:
-                for prefix in find_prefixes(entry):
-                    level = max(levels.get(prefix, "none"), section.dataset.verify, key=_LEVELS.index)
-                    levels[prefix] = level
+    for dataset, entry in _corpora(cfg, modes):
+        for prefix in find_prefixes(entry):
+            levels[prefix] = max(levels.get(prefix, "none"), dataset.verify, key=_LEVELS.index)
     if levels:
         found = {prefix: level == "none" or verify_corpus(prefix, level) for prefix, level in levels.items()}
         get_logger().info(_summary(levels, [prefix for prefix, has_any in found.items() if not has_any]))
+
+
+def _corpora(cfg: RunConfig, modes: Iterable[str]) -> Iterator[tuple[DatasetConfig, str]]:
+    """Yield each entry of ``input_dir`` in the data sections ``modes``, with its section."""
+    for _, section in cfg.Data.sections(*modes):
+        if section.dataset.is_corpus:
+            yield from ((section.dataset, entry) for entry in section.dataset.inputs)
 
 
 def _summary(levels: dict[str, str], without: list[str]) -> str:
@@ -187,14 +192,11 @@ def _corpus_lines(cfg: RunConfig) -> Iterator[str]:
 def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
     found: dict[str, None] = {}
     missing = False
-    for _, section in cfg.Data.sections("Train", "Eval"):
-        if not section.dataset.is_corpus:
-            continue
-        for entry in section.dataset.inputs:
-            try:
-                found.update(dict.fromkeys(find_prefixes(entry)))
-            except MissingDataError:
-                missing = True
+    for _, entry in _corpora(cfg, ("Train", "Eval")):
+        try:
+            found.update(dict.fromkeys(find_prefixes(entry)))
+        except MissingDataError:
+            missing = True
     return list(found), missing
 
 

@@ -33,7 +33,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
+from ppfleetx.data.checksums import CorpusChecksums, FileChecksums, checksums_path
 from ppfleetx.utils.input_files import file_status, opened, os_errors
 from ppfleetx.utils.output_files import atomic_write
 
@@ -258,7 +258,7 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self.num_tokens = 0
-        self._checksums = RunningChecksums()
+        self._checksums = FileChecksums()
         self._temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
         with self._writing():
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -322,8 +322,7 @@ class IndexedDatasetWriter:
             checksums_path(self.prefix).unlink(missing_ok=True)
             self._temporary.replace(bin_path(self.prefix))
             with atomic_write(idx_path(self.prefix)) as file:
-                of_index = self._write_index(file)
-                files = {".bin": self._checksums.result(), ".idx": of_index.result()}
+                files = {".bin": self._checksums, ".idx": self._write_index(file)}
                 CorpusChecksums(self.prefix, files).write()
 
     def abort(self) -> None:
@@ -361,8 +360,8 @@ class IndexedDatasetWriter:
         except OSError as error:
             raise DataError(f"cannot write {self.prefix}: {error.strerror or error}") from error
 
-    def _write_index(self, file: BinaryIO) -> RunningChecksums:
-        checksums = RunningChecksums()
+    def _write_index(self, file: BinaryIO) -> FileChecksums:
+        checksums = FileChecksums()
 
         def write(values: np.ndarray) -> None:
             if values.size:

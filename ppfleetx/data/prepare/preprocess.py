@@ -32,7 +32,7 @@ from ppfleetx.data.indexed_dataset import (
     optimal_dtype,
     refuse_to_replace,
 )
-from ppfleetx.data.prepare.text_corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
+from ppfleetx.data.prepare.text_corpus import Chunk, Source, documents_of, read_chunks
 from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.end_processes import process_exists
@@ -167,7 +167,6 @@ class Problems:
         self.places: dict[str, list[str]] = {}
         self._path: Path | None = None
         self._num_seen = 0  # documents seen in this file
-        self._num_skipped = 0  # documents skipped in this file since the last good document
 
     @property
     def total(self) -> int:
@@ -175,10 +174,9 @@ class Problems:
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
         """Count the skipped documents of the next chunk of the corpus, and remember where they are. Raises
-        DataError if ``strict`` is set and a document was skipped, or if very many lines or paragraphs in a
-        row were skipped."""
+        DataError if ``strict`` is set and a document was skipped."""
         if self._path != chunk.paths[0]:
-            self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
+            self._path, self._num_seen = chunk.paths[0], 0
         self.counts += result.skipped
         for problem, positions in result.places.items():
             places = self.places.setdefault(problem, [])
@@ -187,12 +185,6 @@ class Problems:
                 raise DataError(f"{found[0]}: {problem}")
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
-        self._num_skipped = 0 if result.num_documents else self._num_skipped + result.num_seen
-        # A file with this many skipped documents in a row is of another kind.
-        if self._num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
-            which = "first" if self._num_skipped == self._num_seen else "last"
-            count = f"{which} {self._num_skipped:,} {_UNITS[chunk.kind]}s"
-            raise DataError(f"{self._path}: none of its {count} is a document: {'; '.join(self.lines())}")
 
     def _place(self, chunk: Chunk, position: int) -> str:
         if chunk.kind == "file":

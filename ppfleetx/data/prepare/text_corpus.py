@@ -105,9 +105,6 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 
 CHUNK_BYTES = 2 << 20
-MAX_SKIPPED_IN_A_ROW = 300_000
-"""Maximum number of consecutive lines or paragraphs without a valid document. A file that exceeds it is
-rejected, because it is probably of another kind."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -257,21 +254,14 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
-    Invalid documents are skipped. Raises DataError if a file is damaged, if very many lines or paragraphs in
-    a row have no text, or if there is no text."""
-    path, num_skipped, is_empty = None, 0, True
+    Invalid documents are skipped. Raises DataError if a file is damaged, or if there is no text."""
+    is_empty = True
     for chunk in read_chunks(sources):
-        if chunk.kind == "file" or chunk.paths[0] != path:
-            path, num_skipped = chunk.paths[0], 0
         for document in documents_of(chunk):
             text = _text_of(document, chunk.kind, key)
             if text:
-                num_skipped, is_empty = 0, False
+                is_empty = False
                 yield text
-            else:
-                num_skipped += 1
-        if num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
-            raise DataError(f"{path}: {num_skipped:,} lines one after the other hold no text under {key!r}")
     if is_empty:
         names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
         under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""
