@@ -1,12 +1,11 @@
 """Checks of corpora before training: their files are compared with their checksums, and their token ids with
-``Model.vocab_size``.
-"""
+``Model.vocab_size``. Also the summary of a corpus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -225,3 +224,37 @@ def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
         count = max(2, most_tokens // _PART)
         starts = np.linspace(0, num_tokens - _PART, count).astype(np.int64).tolist()
     return [(start, min(start + _PART, num_tokens)) for start in starts]
+
+
+def summary(prefix: str) -> dict[str, Any]:
+    """Return the main figures of a corpus, such as its numbers of documents and tokens, in types that JSON
+    can represent. Raises DataError."""
+    corpus = open_tokens(prefix)
+    sizes, parts = corpus.sizes, _parts(corpus.num_tokens, corpus.num_tokens)
+    return {
+        "prefix": corpus.prefix,
+        "documents": corpus.document_indices.shape[0] - 1,
+        "sequences": len(corpus),
+        "tokens": corpus.num_tokens,
+        "dtype": str(corpus.dtype),
+        "shortest_sequence": int(sizes.min()) if len(corpus) else 0,
+        "longest_sequence": int(sizes.max()) if len(corpus) else 0,
+        "largest_id": max((int(corpus.flat(*part).max()) for part in parts), default=-1),
+        "fingerprint": corpus.fingerprint,
+        "has_checksums": read_checksums(corpus.prefix) is not None,
+    }
+
+
+def summary_text(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['prefix']}: {counted(facts['documents'], 'document', ',')}, "
+        f"{counted(facts['sequences'], 'sequence', ',')}, {counted(facts['tokens'], 'token', ',')} "
+        f"({facts['dtype']})",
+        f"sequences of {facts['shortest_sequence']:,} to {counted(facts['longest_sequence'], 'token', ',')}, "
+        f"ids up to {facts['largest_id']:,}",
+        f"fingerprint {facts['fingerprint']}",
+        "it has checksums; --verify compares them"
+        if facts["has_checksums"]
+        else "it has no checksums; --write-checksums makes them",
+    ]
+    return "\n".join(lines)

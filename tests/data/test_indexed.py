@@ -9,7 +9,7 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, optimal_dtype
-from ppfleetx.data.prepare.merge_corpora import merge
+from ppfleetx.data.tokenized_corpus import merge
 
 # Made with Megatron-LM d98e8a64, IndexedDatasetBuilder, from the documents of `toy_documents`.
 TOY_IDX_MD5 = "e738bcedcc7926ff9b6e8bb68cfae48d"

@@ -28,8 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
-from ppfleetx.data.tokenizer.json_files import MAX_TEMPLATE_BYTES
-from ppfleetx.utils.input_files import read_bounded
+from ppfleetx.utils.input_files import MAX_JSON_BYTES, read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
@@ -286,7 +285,7 @@ def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = N
             value=given,
         )
     else:
-        content = read_bounded(given, MAX_TEMPLATE_BYTES, DataError)
+        content = read_bounded(given, MAX_JSON_BYTES, DataError)
         template = ChatTemplate(content.decode("utf-8", "replace"), tokenizer.special_token_texts, given)
     template.check()
     return template
