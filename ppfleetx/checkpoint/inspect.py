@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import prod
-from pathlib import Path
 from re import Pattern
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 from ppfleetx.config.message_text import bytes_text
 
@@ -37,11 +35,6 @@ class Difference:
     key: tuple[str, str, str]
     what: str
     largest: float | None = None
-
-
-def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open the checkpoint at any path that `Engine.save_load.ckpt_dir` accepts."""
-    return open_resolved(resolve_checkpoint(path))
 
 
 def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:

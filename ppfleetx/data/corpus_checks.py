@@ -199,7 +199,7 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
     return list(found), missing
 
 
-def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
+def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = _MOST_TOKENS) -> tuple[int, int]:
     """Check that the token ids of a corpus are below ``vocab_size``. Returns the highest id (-1 if there are
     no tokens), and the number of tokens read. If there are more than ``most_tokens`` tokens, only an evenly
     spaced sample is read. Raises DataError for an id outside the vocabulary."""

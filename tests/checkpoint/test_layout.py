@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.inspect import differences
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER, whole
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.conversion.convert import Conversion, convert

@@ -38,9 +38,9 @@ MODEL = {
 
 def save(output_dir: str, model: dict[str, int] | None = None) -> dict[str, int]:
     """Save a new model (MODEL, or other sizes); bytes of all its tensors and of the largest."""
+    from ppfleetx.checkpoint.manager import save_checkpoint
     from ppfleetx.checkpoint.reader import open_checkpoint
     from ppfleetx.checkpoint.state_dict import model_slices
-    from ppfleetx.checkpoint.writer import save_checkpoint
 
     runner, cfg = _runner({}, 1, model)
     slices = model_slices(runner.named_parameters())

@@ -93,6 +93,6 @@ def test_several_ranks_make_one_checkpoint(tmp_path):
 @pytest.mark.parametrize("shape", [(3, 8), (6, 9)])
 def test_slices_that_do_not_make_up_the_tensor_are_not_committed(tmp_path, shape):
     array = np.zeros((6, 8), np.float32)
-    with pytest.raises(CheckpointError, match=r"do not make up|has another|reaches beyond"):
+    with pytest.raises(CheckpointError, match=r"do not cover|reaches beyond"):
         save(tmp_path, tensors=[piece("w", array[: shape[0]], (0, 0), shape if shape[0] == 6 else (6, 8))])
     assert not list(tmp_path.glob("epoch_*"))

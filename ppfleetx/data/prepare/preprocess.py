@@ -47,16 +47,14 @@ class ChunkResult:
     """What a worker process returns for one chunk of the corpus.
 
     Attributes:
-        tokens: the tokens of all documents, as bytes in the output's dtype, for each key (field of the JSON
-            documents).
-        lengths: the number of tokens of each document, as int32 bytes, for each key.
+        arrays: for each key (field of the JSON documents), the tokens of all documents in the output's dtype,
+            and the number of tokens of each document, int32.
         num_seen: number of documents in the chunk, including skipped ones.
         skipped: number of skipped documents, by kind of problem.
         places: positions of the first skipped documents, by kind of problem.
     """
 
-    tokens: dict[str, bytes] = field(default_factory=dict)
-    lengths: dict[str, bytes] = field(default_factory=dict)
+    arrays: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     num_documents: int = 0
     num_text_bytes: int = 0
     num_seen: int = 0
@@ -68,12 +66,6 @@ class ChunkResult:
         places = self.places.setdefault(problem, [])
         if len(places) < _PLACES_KEPT:
             places.append(self.num_seen)
-
-    def arrays(self, dtype: np.dtype) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        return {
-            key: (np.frombuffer(self.tokens[key], dtype), np.frombuffer(self.lengths[key], np.int32))
-            for key in self.tokens
-        }
 
 
 class _Skip(Exception):  # noqa: N818 - control flow within this file
@@ -116,8 +108,7 @@ class ChunkEncoder:
             result.num_seen += 1
         for key in self._keys:
             flat = np.concatenate(parts[key]) if parts[key] else np.empty(0)
-            result.tokens[key] = flat.astype(self.dtype).tobytes()
-            result.lengths[key] = np.array(lengths[key], np.int32).tobytes()
+            result.arrays[key] = flat.astype(self.dtype), np.array(lengths[key], np.int32)
         return result
 
     def _texts(self, document: bytes, is_json: bool) -> list[str]:
@@ -365,7 +356,7 @@ def _encode_all(
         bar = stack.enter_context(ProgressBar("encoding", total=total / 1e6, unit="MB", show=show_progress))
         for chunk, result in results:
             report.problems.add(chunk, result, strict)
-            for key, (tokens, lengths) in result.arrays(encoder.dtype).items():
+            for key, (tokens, lengths) in result.arrays.items():
                 writers[key].add_documents(tokens, lengths)
             report.num_documents += result.num_documents
             report.num_text_bytes += result.num_text_bytes
@@ -385,8 +376,7 @@ def _check_keys(sources: Sequence[Source], keys: Sequence[str]) -> None:
 
 def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
     for prefix in prefixes:
-        for path in (bin_path(prefix), idx_path(prefix)):
-            _remove_leftovers(path)
+        _remove_leftovers(bin_path(prefix))
         refuse_to_replace(prefix, overwrite)
 
 
