@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy_tensors import cast
+from ppfleetx.checkpoint.lazy_tensors import NAME_OF_DTYPE, cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 from ppfleetx.config.message_text import bytes_text
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def _difference(
     )
     if mine.dtype == theirs.dtype and a.tobytes() == b.tobytes():
         return None
-    if mine.dtype not in _FLOATS or theirs.dtype not in _FLOATS:
+    if not {mine.dtype, theirs.dtype} <= NAME_OF_DTYPE.keys():
         return Difference(mine.key, "other values")
     wide = [cast(values, entry.dtype, "F64") for values, entry in ((a, mine), (b, theirs))]
     largest = float(np.abs(wide[0] - wide[1]).max(initial=0.0))

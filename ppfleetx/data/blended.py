@@ -20,8 +20,6 @@ BLEND_VERSION = 1
 """Version of the blending order, a part of cache names and fingerprints. Increase it when equal weights give
 a different order than before."""
 
-MAX_CORPORA = int(np.iinfo(np.int16).max)
-
 SURPLUS = 0.005
 """Fraction of extra samples to prepare from each corpus, because the blend can take slightly more samples
 than the corpus's weight says."""
@@ -49,6 +47,7 @@ def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[n
 
 
 def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    assert len(shares) <= np.iinfo(np.int16).max, "too many corpora for one blend"
     chosen = np.empty(size, np.int16)
     taken = np.zeros(len(shares))
     for first in range(0, size, _NUM_BLOCKS * _BLOCK_STEPS):
@@ -196,7 +195,7 @@ class BlendedDataset:
     each sample also has ``source_ids``, int64 []: the index of its corpus in `sources`."""
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
-        assert len(datasets) == len(order.shares) <= MAX_CORPORA
+        assert len(datasets) == len(order.shares)
         assert all(len(dataset) >= n for dataset, n in zip(datasets, order.counts, strict=True))
         self.datasets, self.order, self.tells_sources = list(datasets), order, False
         decisive = [BLEND_VERSION, *order.decisive, [d.fingerprint for d in datasets]]

@@ -12,7 +12,6 @@ from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
-    MAX_CORPORA,
     BlendedDataset,
     blend_sizes,
     exhaustive_order,
@@ -197,11 +196,6 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
-    if len(parts) > MAX_CORPORA:
-        raise DataError(
-            f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
-            "can be blended: write them as fewer with ppfleetx merge-data"
-        )
     # The corpora of a directory share the directory's weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]

@@ -83,15 +83,8 @@ class TokenStore:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a view, which must not be
-        changed. Raises IndexError if they are not in the sequence."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
-        size = int(self.sizes[index])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(
-                f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {index}, which has {size}"
-            )
+        changed. They must be in the sequence."""
+        length = int(self.sizes[index]) - offset if length is None else length
         start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
@@ -284,13 +277,10 @@ class IndexedDatasetWriter:
         """Append documents of any number of sequences. ``flat_tokens`` are the tokens of all sequences,
         concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number of
         sequences in the first i + 1 documents of this call. Raises ValueError if a length is negative, or if
-        the lengths do not fit the other arguments."""
+        the lengths do not fit the tokens."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
-        boundaries = np.asarray(boundaries, np.int64)
-        if np.max(boundaries, initial=0) != len(lengths):
-            raise ValueError(f"documents end at sequence {np.max(boundaries, initial=0)} of {len(lengths)}")
-        boundaries = boundaries + len(self._lengths)
+        boundaries = np.asarray(boundaries, np.int64) + len(self._lengths)
         self._write(flat_tokens)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._boundaries.frombytes(boundaries.tobytes())

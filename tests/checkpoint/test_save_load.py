@@ -148,8 +148,6 @@ def test_keep_max_deletes_complete_ones_only(tmp_path):
     names = sorted(path.name for path in tmp_path.glob("epoch_*"))
     assert names == ["epoch_0_step_1", "epoch_0_step_3", "epoch_0_step_4"]
     assert newest_good(manager.output_dir).manifest.plan == {"dp": 1}
-    with pytest.raises(ValueError, match="keep_max"):
-        Ownership(OWN, keep_max=0)
 
 
 def test_the_newest_is_kept_after_the_clock_was_set_back(tmp_path, monkeypatch):

@@ -159,10 +159,6 @@ class Problems:
         self._path: Path | None = None
         self._num_seen = 0  # documents seen in this file
 
-    @property
-    def total(self) -> int:
-        return self.counts.total()
-
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
         """Count the skipped documents of the next chunk of the corpus, and remember where they are. Raises
         DataError if ``strict`` is set and a document was skipped."""

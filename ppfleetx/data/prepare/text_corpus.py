@@ -18,6 +18,7 @@ from ppfleetx.data.text_files import (
     load_line,
     refuse_unsupported_compression,
 )
+from ppfleetx.utils.input_files import os_errors
 
 Kind = Literal["json", "line", "paragraph", "file"]
 
@@ -136,6 +137,7 @@ class Chunk:
     max_document_bytes: int = MAX_LINE_BYTES
 
 
+@os_errors(DataError)
 def find_sources(
     inputs: Sequence[str | os.PathLike[str]],
     *,
@@ -152,13 +154,8 @@ def find_sources(
     """
     sources = []
     for entry in map(Path, inputs):
-        try:
-            entry.stat()
-        except FileNotFoundError:
-            raise DataError(f"no such file or folder: {entry}") from None
-        except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
-            why = getattr(error, "strerror", None) or error
-            raise DataError(f"{entry} cannot be read: {why}") from error
+        if not entry.exists():
+            raise DataError(f"no such file or folder: {entry}")
         if not entry.is_file() and not entry.is_dir():
             raise DataError(f"{entry} is neither a file nor a folder; pipes cannot be read")
         paths = [entry] if entry.is_file() else _files_below(entry, tuple(suffixes))

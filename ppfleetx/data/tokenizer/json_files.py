@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
-from ppfleetx.utils.input_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
+from ppfleetx.utils.input_files import MAX_JSON_BYTES, os_errors, parse_json, read_bounded, read_json
 from ppfleetx.utils.output_files import atomic_write
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -72,21 +72,18 @@ class TokenizerFiles:
     side_texts: dict[str, str] = field(default_factory=dict)
 
 
+@os_errors(DataError)
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer's files. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a
     ``merges.txt``. Files such as ``tokenizer_config.json`` are read only if ``path`` is a directory. Raises
     DataError if there is no tokenizer or its files are damaged."""
     path = Path(path)
-    try:
-        path.stat()
-    except FileNotFoundError:
+    if not path.exists():
         raise MissingDataError(
             f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
             f"{MERGES_FILE}; ppfleetx tokenizer makes one from your text, and GPT-2's is at "
             f"{GPT2_FILES} (nothing is downloaded)"
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        )
     if path.is_dir():
         there = [name for name in SIDE_FILES if os.path.lexists(path / name)]
         side = with_named_templates({name: _read_text(path / name) for name in there}, path)

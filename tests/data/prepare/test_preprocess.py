@@ -80,7 +80,7 @@ def test_json_lines_compressed_or_not_in_order(tmp_path, tokenizer, texts, worke
     path.write_bytes(pack(as_lines(texts[:100])) + pack(as_lines(texts[100:])[:-1]))
     report = run(tmp_path, tokenizer, path, workers=workers)
     assert documents(tmp_path / "out" / "c_text_document") == [tokenizer.encode(text) for text in texts]
-    assert (report.num_documents, report.problems.total) == (300, 0)
+    assert (report.num_documents, report.problems.counts.total()) == (300, 0)
     assert report.num_text_bytes == sum(len(text.encode()) for text in texts)
     assert report.num_tokens == sum(len(tokenizer.encode(text)) for text in texts)
 
