@@ -10,6 +10,7 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, optimal_dtype
 from ppfleetx.data.tokenized_corpus import merge
+from tests.data.conftest import sequences
 
 # Made with Megatron-LM d98e8a64, IndexedDatasetBuilder, from the documents of `toy_documents`.
 TOY_IDX_MD5 = "e738bcedcc7926ff9b6e8bb68cfae48d"
@@ -52,7 +53,7 @@ def test_reads_back_what_was_written(code: int, tmp_path: Path) -> None:
     assert data.dtype == dtype
     assert data.sizes.tolist() == [3, 1, 2, 0, 3]
     assert data.document_indices.tolist() == [0, 2, 2, 5]
-    assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 3], [4], [5, 6], [], [7, 8, 9]]
+    assert sequences(data) == [[1, 2, 3], [4], [5, 6], [], [7, 8, 9]]
     assert data.get(4, 1).tolist() == [8, 9]
     assert data.get(4, 1, 1).tolist() == [8]
 

@@ -33,7 +33,7 @@ from ppfleetx.data.indexed_dataset import (
     refuse_to_replace,
 )
 from ppfleetx.data.prepare.text_corpus import Chunk, Source, documents_of, read_chunks
-from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
+from ppfleetx.data.text_files import MAX_DOCUMENT_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.end_processes import process_exists
 from ppfleetx.utils.progress_bar import ProgressBar
@@ -304,7 +304,7 @@ def preprocess(
     workers: int = 1,
     strict: bool = False,
     overwrite: bool = False,
-    max_document_bytes: int = MAX_LINE_BYTES,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
     """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``, one for each of

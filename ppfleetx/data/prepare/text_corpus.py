@@ -12,7 +12,7 @@ from typing import Literal
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.text_files import (
-    MAX_LINE_BYTES,
+    MAX_DOCUMENT_BYTES,
     TextFile,
     is_packed,
     load_line,
@@ -134,7 +134,7 @@ class Chunk:
     paths: tuple[Path, ...]
     data: bytes | None
     num_disk_bytes: int
-    max_document_bytes: int = MAX_LINE_BYTES
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
 
 
 @os_errors(DataError)
@@ -186,7 +186,7 @@ def _kind_of(path: Path, split_on: str) -> Kind:
     return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
 
 
-def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
+def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """Read a corpus in order, and yield chunks of about ``CHUNK_BYTES``. A larger document is a chunk of its
     own. Raises DataError if a file cannot be read or is damaged."""
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
@@ -222,7 +222,7 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
             done = file.position
 
 
-def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
+def read_file(path: Path, max_document_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
     """Read a whole file, decompressed. Returns None if a compressed file expands to more than
     ``max_document_bytes``."""
     with TextFile(path) as file:

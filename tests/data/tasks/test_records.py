@@ -17,11 +17,6 @@ from tests.helpers.texts import small_tokenizer
 GOLDEN_TOKENIZERS = Path(__file__).parents[2] / "goldens" / "tokenizers"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(400)
-
-
 def glue(tmp_path, tokenizer, rows, max_seq_len=16):
     lines = [f"{i}\t{a}\t{b}\t{label}" for i, (a, b, label) in enumerate(rows)]
     (tmp_path / "train.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]))
