@@ -389,11 +389,12 @@ class ChatDataset(RecordDataset):
         if self._has_warned:
             return
         self._has_warned = True
-        what = f"{counted(left_out, 'message')} at the beginning" if left_out else "its end"
+        what = [f"{counted(left_out, 'message')} at the beginning"] if left_out else []
         if length > self.max_seq_len + 1:
-            what = f"{what}, and its end" if left_out else what
+            what.append("its end")
         get_logger().warning(
-            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (logged once)"
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {', and '.join(what)} "
+            "(logged once)"
         )
 
 
