@@ -156,18 +156,16 @@ class BlendOrder:
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
     """Return the order of a blend with given weights (`blending_indices`), cached in ``cache_dir``."""
     weights = list(weights)
-    about = {"weights": weights, "num_samples": num_samples}
     build = partial(blending_indices, weights, num_samples)
-    return _order([weights], weights, num_samples, cache_dir, build, about)
+    return _order([weights], weights, num_samples, cache_dir, build)
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
     """Return the order of the first ``num_samples`` samples of a blend that takes every sample once
     (`exhaustive_indices`), cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
-    about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
-    return _order(["exhaustive", sizes], normalize(sizes), num_samples, cache_dir, build, about)
+    return _order(["exhaustive", sizes], normalize(sizes), num_samples, cache_dir, build)
 
 
 def _order(
@@ -176,7 +174,6 @@ def _order(
     num_samples: int,
     cache_dir: Path,
     build: Callable[[], tuple[np.ndarray, np.ndarray]],
-    about: dict,
 ) -> BlendOrder:
     names = ("dataset_index", "dataset_sample_index")
     arrays = load_or_build(
@@ -184,7 +181,6 @@ def _order(
         f"blend_{_fingerprint([BLEND_VERSION, *decisive, num_samples])}",
         names,
         lambda: dict(zip(names, build(), strict=True)),
-        about,
         num_bytes=_BYTES_PER_SAMPLE * num_samples,
     )
     return BlendOrder(decisive, shares, **arrays)

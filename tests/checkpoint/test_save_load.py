@@ -29,11 +29,8 @@ def test_round_trip(tmp_path):
     assert path == tmp_path / "new" / "dir" / "epoch_2_step_7"
     opened = open_checkpoint(path)
     assert (opened.step, opened.manifest.epoch, opened.state) == (7, 2, {"step": 7})
-    assert (opened.manifest.plan, opened.manifest.vocab_size, opened.manifest.config) == (
-        {"mp": 1},
-        11,
-        "a: 1\n",
-    )
+    manifest = opened.manifest
+    assert (manifest.plan, manifest.vocab_size, manifest.config) == ({"mp": 1}, 11, "a: 1\n")
     assert opened.names() == list(arrays()) == opened.names("optimizer")
     for name, array in arrays(7).items():
         assert np.array_equal(opened.read(name), array)
