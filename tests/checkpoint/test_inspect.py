@@ -97,7 +97,6 @@ def test_vocabulary_padding_is_no_difference(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["/nowhere"], "there is no directory"),
         (["/nowhere", "--verify"], "there is no directory"),
         (["--diff", "/nowhere", "/nowhere"], "there is no directory"),
         ([], "give one checkpoint"),

@@ -13,7 +13,7 @@ from ppfleetx.data.chat.templates import PLAIN, ChatError, ChatTemplate, find_te
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.goldens.chat_styles import STYLES, write_style
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "goldens/hf_chats.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens/hf_chats.json").read_text(encoding="utf-8"))
 USER = [{"role": "user", "content": "Hello"}]
 
 
@@ -79,7 +79,7 @@ def test_an_unknown_template_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_without_template_gets_the_plain_one() -> None:
-    tokenizer = Tokenizer.load(Path(__file__).parents[2] / "goldens/tokenizers/gpt2")
+    tokenizer = Tokenizer.load(Path(__file__).parents[1] / "goldens/tokenizers/gpt2")
     template = find_template(tokenizer)
     assert (template.is_plain, template.source) == (True, PLAIN)
     messages = [
