@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -222,7 +224,7 @@ class BackgroundManager(CheckpointManager):
         super().__init__(*arguments, **options)
         self._copier, self._is_copied = HostCopier(), threading.Event()
         self._is_copied.set()  # there is nothing to copy
-        self._task: Task | None = None
+        self._task: Future | None = None
         self._save: SharedSave | None = None
         self._is_written = False
 
@@ -256,7 +258,7 @@ class BackgroundManager(CheckpointManager):
             index = save.write(copied)
             return save.publish([index]) if self._is_written else index
 
-        self._task = Task(write)
+        self._task = _started(write)
         return save.path
 
     def wait_for_copy(self) -> None:
@@ -269,7 +271,7 @@ class BackgroundManager(CheckpointManager):
         otherwise None. Raises CheckpointError on all ranks if the save failed on any."""
         if self._task is None:
             return None
-        if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
+        if not gather_numbers(self._ctx, [self._task.done()]).all():
             return None
         save = self._save
         try:
@@ -278,7 +280,7 @@ class BackgroundManager(CheckpointManager):
             result = save.on_all_ranks(self._task.result)
             if not self._is_written:
                 indices = save.of_all_ranks(result)
-                self._is_written, self._task = True, Task(lambda: save.publish(indices))
+                self._is_written, self._task = True, _started(lambda: save.publish(indices))
                 return None
         except BaseException:
             self._close()
@@ -290,7 +292,7 @@ class BackgroundManager(CheckpointManager):
         path = None
         with RECORD.awaiting(_THREAD, polls=True):
             while self._task is not None:
-                self._task.done.wait(beat_seconds())
+                wait_for([self._task], beat_seconds())
                 path = self.poll()
         return path
 
@@ -300,7 +302,7 @@ class BackgroundManager(CheckpointManager):
         incomplete."""
         if self._task is None:
             return
-        self._task.done.wait()
+        wait_for([self._task])
         try:
             if self._ctx.world_size == 1:  # otherwise publishing needs the slices of all ranks
                 self.wait()
@@ -356,26 +358,15 @@ class HostCopier:
             np.copyto(target, source)
 
 
-class Task:
-    """Runs a function in a daemon thread. The event ``done`` is set at its end."""
+def _started(act: Callable[[], Any]) -> Future:
+    """Run a function in a daemon thread."""
+    future: Future = Future()
 
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.done = threading.Event()
-        self._act = act
-        self._value: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
-
-    def result(self) -> Any:
-        assert self.done.is_set()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._value = self._act()
-        except BaseException as error:  # noqa: BLE001 - re-raised by `result`
-            self._error = error
-        finally:
-            self.done.set()
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - re-raised by `Future.result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
+    return future
