@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.state_dict import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged_model import StagedModel
