@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, product
 
+from ppfleetx.config.field_types import RuleError
+
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
@@ -299,23 +301,15 @@ LEGAL: tuple[PlanRule, ...] = (
 """All conditions. Data parallelism and sharding can be combined with everything."""
 
 
-@dataclass(frozen=True)
-class Violation:
-    """A rule that a plan breaks, and its configuration keys, beginning with the most likely mistake."""
-
-    keys: tuple[str, ...]
-    sentence: str
-
-
-def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
-    """Return the rules in :data:`LEGAL` that ``plan`` breaks for the sizes in ``work``."""
+def violations(plan: ParallelPlan, work: Workload | None = None) -> list[RuleError]:
+    """Return an error for each rule in :data:`LEGAL` that ``plan`` breaks for the sizes in ``work``."""
     found, work = [], work or Workload()
     for rule in LEGAL:
         values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
         is_known = all(value is not None for key, value in values.items() if hasattr(work, key))
         if is_known and not rule.holds(plan, work):
             keys = tuple(CONFIG_KEYS[key] for key in rule.reads if key in CONFIG_KEYS)
-            found.append(Violation(keys, rule.sentence.format(**values)))
+            found.append(RuleError(keys, rule.sentence.format(**values)))
     return found
 
 

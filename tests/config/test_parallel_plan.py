@@ -72,7 +72,7 @@ def test_workload_rules():
 
     def first(plan: ParallelPlan, **work) -> str:
         found = violations(plan, replace(WORK, **work))
-        return found[0].sentence if found else ""
+        return found[0].rule if found else ""
 
     assert "padded vocabulary 1023" in first(ParallelPlan(mp=2), padded_vocab=1023)
     assert first(ParallelPlan(pp=5, pp_layers=(3, 3, 2, 2, 2))) == ""
@@ -107,7 +107,7 @@ def test_every_rule_refuses_something():
         Workload(needs_whole_matrices=True),
     ]
     plans += [ParallelPlan(dp=6, ep=ep, expert_mp=emp) for ep, emp in ((2, None), (3, None), (2, 2))]
-    sentences = {v.sentence for plan in plans for work in works for v in violations(plan, work)}
+    sentences = {v.rule for plan in plans for work in works for v in violations(plan, work)}
     for rule in LEGAL:
         head = rule.sentence.partition("{")[0]
         tail = rule.sentence.rpartition("}")[2]
