@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ppfleetx.config.fleetx_keys import modernize, refuse_unsupported
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
 from ppfleetx.config.reading.tree import Node, file_names, merge, node_of, strip_marks
-from ppfleetx.config.required_plugins import imported_plugins, refuse_unnamed
+from ppfleetx.config.registry import PLUGINS_VARIABLE, imported_plugins
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import find_config
@@ -124,15 +125,35 @@ def read_config(
     _refuse_foreign(tree, frozenset(RunConfig.model_fields))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
     refuse_unsupported(tree)
-    refuse_unnamed(tree)
+    _refuse_unnamed_plugins(tree)
     cfg, origins = validate(tree, RunConfig)
     cfg = _with_plugins(cfg, origins)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
 
 
+def _refuse_unnamed_plugins(tree: Node) -> None:
+    """Raise ConfigError if ``Global.plugins`` lists a plugin that has not been imported."""
+    section = tree.value.get("Global")
+    wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
+    if wanted is None or not isinstance(wanted.value, list):
+        return
+    names = [item.value for item in wanted.value if isinstance(item.value, str)]
+    missing = [name for name in names if name not in imported_plugins and name not in sys.modules]
+    if missing:
+        raise ConfigError(
+            f"this configuration needs the plugin{'s' if len(missing) > 1 else ''} {', '.join(missing)}, "
+            "which runs code that is not part of this program. If you trust it, name it yourself: "
+            f"{' '.join(f'--plugin {name}' for name in missing)} (or "
+            f"{PLUGINS_VARIABLE}={','.join(missing)}). A file alone never makes code run.",
+            key="Global.plugins",
+            value=names,
+            place=wanted.place,
+        )
+
+
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
     """Return ``cfg`` with the plugins of the option ``--plugin`` added to ``Global.plugins``."""
-    plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
+    plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins)))
     if plugins == cfg.Global.plugins:
         return cfg
     origins["Global.plugins"] = "--plugin"

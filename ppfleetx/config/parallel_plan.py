@@ -291,12 +291,6 @@ LEGAL: tuple[PlanRule, ...] = (
         "the {num_groups} key/value heads must divide by sep_degree {sep} x mp_degree {mp}: attention "
         "exchanges sequence parts for heads",
     ),
-    PlanRule(
-        ("sep", "num_heads", "mp"),
-        lambda p, w: w.num_heads % (p.sep * p.mp) == 0,
-        "the {num_heads} attention heads must divide by sep_degree {sep} x mp_degree {mp}: attention "
-        "exchanges sequence parts for heads",
-    ),
 )
 """All conditions. Data parallelism and sharding can be combined with everything."""
 

@@ -12,7 +12,6 @@ from ppfleetx.config.field_annotations import (
     annotation_at,
     describe,
     field_types,
-    is_mapping,
     is_text_only,
     item_type,
     key_type,
@@ -182,7 +181,7 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
                 continue
             section, annotation = inner, field_types(inner).get(part)
             path.append(part)
-        elif is_mapping(annotation) or (item is not None and isinstance(part, int)):
+        elif key_type(annotation) is not None or (item is not None and isinstance(part, int)):
             annotation = item
             path.append(str(part))
     return section, annotation, path
