@@ -85,8 +85,7 @@ class KeyTable:
         self._normal = normal
         self._exact = {key.name: key for key in self.keys}
         self._patterns = [(key.name.split("."), key) for key in self.keys if "*" in key.name]
-        if len(self._exact) != len(self.keys):
-            raise ValueError("a key occurs twice in the table")
+        assert len(self._exact) == len(self.keys), "a key occurs twice in the table"
 
     def find(self, name: str) -> Key | None:
         """Return the option with this name; None if it is unknown. An exact name takes precedence over a

@@ -173,11 +173,11 @@ class Translation:
             raise self.error(key, "must be a text")
         return value
 
-    def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
+    def error(self, key: str, rule: str) -> ConfigError:
         """Return a ConfigError about an option that the user gave. The message shows the option's value and
         place."""
         one = self.given[key]
-        return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
+        return ConfigError(rule, key=one.key, value=one.value, place=one.place)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
         """Return a ConfigError about several options that do not fit together. The message shows the value

@@ -17,7 +17,6 @@ _DEEPSPEED = (
 )  # fmt: skip
 """Arguments that exist only in Megatron-DeepSpeed."""
 _LOSSES = {"aux_loss": "switch", "seq_aux_loss": "sequence", "global_aux_loss": "switch", "none": "none"}
-_MAX_PATTERN = 10_000
 
 
 def experts(run: Translation) -> None:
@@ -80,7 +79,7 @@ def _expert_layers(run: Translation, total: int) -> list[int]:
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
             value = _list_of(ast.parse(value.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError):
             rule = "must be an integer, or lists of 0 and 1 with + and *, as in ([0]*1+[1]*26)"
             raise run.error("moe_layer_freq", rule) from None
     if isinstance(value, list):
@@ -101,9 +100,7 @@ def _list_of(node: ast.expr) -> list[int]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _list_of(left) + _list_of(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            part, times = _list_of(left), _number_of(right)
-            if len(part) * times <= _MAX_PATTERN:
-                return part * times
+            return _list_of(left) * _number_of(right)
     raise ValueError("not a sum of lists")
 
 

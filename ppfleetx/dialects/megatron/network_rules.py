@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.data import split_shares
 from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.dialects.user_options import UserOption, weighted_corpora
@@ -19,7 +20,6 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 # Vocabulary size by file name, assumed if the vocabulary file does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
-_ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu")} | {"squared_relu": "relu2"}
 
 
 def required(run: Translation) -> None:
@@ -147,18 +147,8 @@ def _rope_scaling(run: Translation) -> None:
 
 
 def _activation(run: Translation) -> None:
-    names = ("swiglu", "squared_relu", "openai_gelu", "hidden_act")
-    chosen = {
-        name: act for name, act in zip(names, ("swiglu", "relu2", "gelu"), strict=False) if run.flag(name)
-    }
-    if "hidden_act" in run:
-        chosen["hidden_act"] = _ACTS[run.choice("hidden_act", _ACTS)]
-    if len(set(chosen.values())) > 1:
-        raise run.conflict(tuple(chosen), "there is one activation; give one of these")
-    for name, act in chosen.items():
-        run.put("Model.hidden_act", act, name)
     unfused = ("no_bias_gelu_fusion", "disable_bias_linear")
-    if not chosen and any(run.flag(name, False) for name in unfused):
+    if "Model.hidden_act" not in run.native and any(run.flag(name, False) for name in unfused):
         why = "where bias and GeLU are not fused, Megatron's GeLU is the exact one"
         run.put("Model.hidden_act", "gelu_exact", *unfused, why=why)
 
@@ -264,10 +254,9 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 def _evaluation_share(split: str) -> float:
     """Return the second number of Megatron's ``split``, which is the share of the evaluation data."""
     try:
-        numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+        return (*split_shares(split), 0.0, 0.0)[1]
     except ValueError:
         return 1.0  # not a list of numbers: the loader refuses it later, and names the same place
-    return (*numbers, 0.0, 0.0)[1]
 
 
 def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None]:

@@ -16,7 +16,6 @@ from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
 from ppfleetx.dialects.translation import Rule, Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
-_MAX_COUNTS = 10_000
 
 
 def plan_rule(world_size: int | None) -> Rule:
@@ -280,14 +279,12 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
     layers, stages = of("Model.num_layers", 1), of("Distributed.pp_degree", 1)
     virtual, rows = of("Model.virtual_pp_degree", 1), of("Distributed.pp_layers", None)
-    if type(layers) is not int or type(stages) is not int or stages < 1 or layers < 1:
-        return [0]  # the configuration refuses these types later
     if rows is not None:
         return [number for row in rows for number in (row if isinstance(row, list) else [row])]
     empty = of("Distributed.noop_layers", None)
     shared = DistributedConfig.model_construct(pp_degree=stages, pp_layers=None, noop_layers=empty)
     given = shared.layers_of_chunks(layers, virtual)
-    return list(given) if given else [layers // (stages * virtual)] * min(stages * virtual, _MAX_COUNTS)
+    return list(given) if given else [layers // (stages * virtual)] * (stages * virtual)
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
@@ -322,8 +319,7 @@ def _counts(run: Translation, name: str) -> list[list[int]] | None:
         value = [value]
     rows = value if isinstance(value, list) and all(isinstance(row, list) for row in value) else [value]
     if not all(
-        isinstance(row, list) and all(type(number) is int and 0 <= number <= _MAX_COUNTS for number in row)
-        for row in rows
+        isinstance(row, list) and all(type(number) is int and number >= 0 for number in row) for row in rows
     ) or not any(rows):
         rule = "must be a list of numbers, or a list of such lists, e.g. [[4,4],[4,2]]"
         raise run.error(name, rule)

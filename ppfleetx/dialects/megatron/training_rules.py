@@ -224,13 +224,6 @@ def schedule(run: Translation) -> None:
         _in_samples(run)
     else:
         _in_steps(run)
-    names = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
-    chosen = [name for name in names if run.flag(name, False)]
-    if len(chosen) > 1:
-        raise run.conflict(names, "the schedule of the checkpoint or that of the arguments holds, not both")
-    for name in chosen:
-        which = "checkpoint" if name == names[0] else "config"
-        run.put("Engine.save_load.lr_schedule", which, name)
 
 
 def _in_samples(run: Translation) -> None:
@@ -303,13 +296,8 @@ def checkpoints(run: Translation) -> None:
 
 
 def profiler(run: Translation) -> None:
-    """Translate Megatron's options for the profiler: which steps it records, and in what detail."""
+    """Translate the options that say which steps the profiler records."""
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False) or any(name in run for name in names):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
         run.put("Profiler.scheduler", steps, *names)
-    level = run.choice("profile_level", ("level0", "level1", "level2", 0, 1, 2))
-    if level is not None:
-        number = int(str(level)[-1])
-        run.put("Profiler.record_shapes", number > 0, "profile_level")
-        run.put("Profiler.detailed", number > 1, "profile_level")

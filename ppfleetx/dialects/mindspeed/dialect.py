@@ -210,7 +210,6 @@ DIALECT = Dialect(
 
 _NORMS = ("rmsnorm", "layernorm")
 _FUSED = ("flash_attention", "rope", "swiglu", "masked_softmax", "gradient_accumulation", *_NORMS)
-_FLOAT32 = ("float32", "fp32")
 _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -238,11 +237,7 @@ def _attention(run: Translation) -> None:
 
 
 def _precision(run: Translation) -> None:
-    softmax, residual, fused = (
-        f"{PRECISION}.{name}" for name in ("softmax_compute_dtype", "residual-connection", "fused_operators")
-    )
-    if softmax in run:
-        run.put("Model.softmax_in_fp32", run.text(softmax) in _FLOAT32, softmax)
+    residual, fused = (f"{PRECISION}.{name}" for name in ("residual-connection", "fused_operators"))
     dtype = run.native.get("Engine.mix_precision.dtype")
     if residual in run and dtype is not None:
         written = run.text(residual)

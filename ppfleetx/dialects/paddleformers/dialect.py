@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import shown_path
 from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
+from ppfleetx.dialects.megatron.training_rules import profiler
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
@@ -85,6 +87,10 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
         run.put(key, value, *names)
 
 
+_arguments = partial(given_arguments, flags=(), known=())
+"""Reads command-line arguments. Every option without a value is a flag."""
+
+
 def plan_rule(world_size: int | None) -> Rule:
     """Return the rule that translates parallel degrees and sharding. ``world_size`` is the number of
     processes; None if unknown."""
@@ -141,16 +147,12 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Raise ConfigError unless ``max_steps`` is given and positive. Translate the options for the steps to
-    profile. The key table translates the batch sizes."""
+    """Raise ConfigError unless ``max_steps`` is given and positive. The key table translates the batch
+    sizes."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
         )
-    names = ("profile_step_start", "profile_step_end")
-    if run.flag("profile", False):
-        steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
-        run.put("Profiler.scheduler", steps, *names)
 
 
 def precision(run: Translation) -> None:
@@ -232,8 +234,6 @@ def checkpoints(run: Translation) -> None:
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
     else:
         run.put(f"{prefix}.save_steps", run.integer("save_steps", 500, least=1), "save_steps")
-    if run.flag("load_best_model_at_end", False):
-        run.put(f"{prefix}.keep_best", "loss", "load_best_model_at_end")
     resume = run.value("resume_from_checkpoint")
     if isinstance(resume, bool):
         run.put(f"{prefix}.resume", "auto" if resume else False, "resume_from_checkpoint")
@@ -274,8 +274,7 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
     """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override the
     file."""
-    given = list(given_in_file(path))
-    return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
+    return _translated([*given_in_file(path), *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
@@ -317,6 +316,7 @@ def _rules(world_size: int | None) -> list[Rule]:
         network,
         balancing,
         batches,
+        profiler,
         precision,
         optimizer,
         data,
@@ -324,16 +324,6 @@ def _rules(world_size: int | None) -> list[Rule]:
         plan_rule(world_size),
         recomputation,
     ]
-
-
-def _arguments(argv: Sequence[str]) -> Iterable[UserOption]:
-    words: list[str] = []
-    for at, word in enumerate(argv):
-        words.append(word)
-        alone = at + 1 == len(argv) or argv[at + 1].startswith("--")
-        if word.startswith("--") and "=" not in word and alone:
-            words.append("true")
-    return given_arguments(words, frozenset())
 
 
 def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
