@@ -12,6 +12,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.optimizer import LRConfig
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.config.yaml_dump import dump_config, run_record
+from tests.config.conftest import SMALL
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 
@@ -115,6 +116,18 @@ def test_numbers_in_text_files_are_read_as_written(write, small):
         write("t.yaml", "_base_: small.yaml\nEngine:\n  checks: off\n  save_load:\n    ckpt_dir: 010\n")
     )
     assert (cfg.Engine.checks, cfg.Engine.save_load.ckpt_dir) == ("off", "010")
+
+
+def test_a_file_with_a_byte_order_mark_is_read(write):
+    assert load_config(write("bom.yaml", "\ufeff" + SMALL)).Model.num_layers == 4
+
+
+def test_aliases_are_read(write):
+    text = SMALL + "  Eval: &split {dataset: {max_seq_len: &length 64}}\n  Test: *split\n"
+    text = text.replace("Optimizer:\n  lr: {max_lr: 2e-5}\n", "") + "Offline_Eval: {max_seq_len: *length}\n"
+    cfg = load_config(write("aliases.yaml", text), ["Data.Test.dataset.max_seq_len=32"])
+    assert (cfg.Data.Eval.dataset.max_seq_len, cfg.Data.Test.dataset.max_seq_len) == (64, 32)
+    assert cfg.Offline_Eval.max_seq_len == 64
 
 
 def test_derived_values(small):
