@@ -32,6 +32,10 @@ class UserOption:
     def origin(self) -> str:
         return f"{self.place}, {self.key}"
 
+    def error(self, rule: str) -> ConfigError:
+        """Return a ConfigError about this option. The message shows its value and place."""
+        return ConfigError(rule, key=self.key, value=self.value, place=self.place)
+
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[UserOption]:
     """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
@@ -105,7 +109,7 @@ def given_arguments(
             one = UserOption(name, plain_scalar(text), place, text)
         earlier = seen.setdefault(normal, one)
         if earlier.value != one.value:
-            raise ConfigError(f"is already given ({earlier.place})", key=name, value=one.value, place=place)
+            raise one.error(f"is already given ({earlier.place})")
         if earlier is one:
             yield one
 

@@ -80,23 +80,10 @@ def _latent_heads(run: Translation) -> None:
 
 
 def _positions(run: Translation) -> None:
-    switches = {"use_rotary_position_embeddings": "rope", "use_alibi_position_embeddings": "alibi"}
-    names = ("position_embedding_type", *switches, "no_position_embedding")
-    if run.value("position_embedding_type") in ("yarn", "mrope", "relative"):
-        raise run.error(
-            "position_embedding_type",
-            "must be learned_absolute, rope, alibi or none; stretched rotary positions are "
-            "rotary_seq_len_interpolation_factor or use_rope_scaling",
-        )
-    kind = run.choice("position_embedding_type", ("learned_absolute", "rope", "alibi", "none"))
-    kinds = {kind, *(switches[name] for name in switches if run.flag(name, False))} - {None}
-    if len(kinds) > 1:
-        raise run.conflict(names, f"{' and '.join(sorted(kinds))} positions contradict each other")
-    kind = kinds.pop() if kinds else None
-    if kind not in switches.values() and run.flag("no_position_embedding", False):
-        kind = "none"
-    if kind is not None:
-        run.put("Model.position_embedding_type", kind, *names)
+    key = "Model.position_embedding_type"
+    kind = run.native[key].value if key in run.native else None
+    if kind not in ("rope", "alibi") and run.flag("no_position_embedding", False):
+        run.replace(key, "none", "position_embedding_type", "no_position_embedding")
     if run.flag("use_alibi_position_embeddings", False) and not run.flag("no_query_key_layer_scaling", False):
         # With layer scaling, Megatron divides the QK products by the layer number, adds ALiBi, and multiplies
         # the sum by the layer number.

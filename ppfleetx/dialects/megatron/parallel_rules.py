@@ -13,25 +13,20 @@ from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
-from ppfleetx.dialects.translation import Rule, Translation
+from ppfleetx.dialects.translation import Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
 
 
-def plan_rule(world_size: int | None) -> Rule:
-    """Return the rule that translates Megatron's parallel degrees, pipeline stages and sharding.
-    ``world_size`` is the number of processes; None if unknown."""
-
-    def plan(run: Translation) -> None:
-        if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
-            raise run.conflict(("no_pipeline_parallel", PIPELINE), "without a pipeline there is one stage")
-        if run.flag("sequence_parallel", False) and run.integer(TENSOR, 1, least=1) > 1:
-            run.put("Model.sequence_parallel", True, "sequence_parallel")
-        _context(run)
-        _chunks(run)
-        _sharding(run, world_size)
-
-    return plan
+def plan(run: Translation) -> None:
+    """Translate Megatron's parallel degrees, pipeline stages and sharding."""
+    if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
+        raise run.conflict(("no_pipeline_parallel", PIPELINE), "without a pipeline there is one stage")
+    if run.flag("sequence_parallel", False) and run.integer(TENSOR, 1, least=1) > 1:
+        run.put("Model.sequence_parallel", True, "sequence_parallel")
+    _context(run)
+    _chunks(run)
+    _sharding(run)
 
 
 def _context(run: Translation) -> None:
@@ -150,7 +145,7 @@ def _virtual(run: Translation, stages: int, layers: int, rows: list[list[int]] |
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def _sharding(run: Translation, world_size: int | None) -> None:
+def _sharding(run: Translation) -> None:
     stages = {name: run.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in run}
     if run.flag("use_torch_fsdp2", False):
         stages["use_torch_fsdp2"] = 3
@@ -171,7 +166,7 @@ def _sharding(run: Translation, world_size: int | None) -> None:
     if stage == 0:
         return
     origins = run.origins(*names)
-    replicas = _replicas(run, world_size)
+    replicas = _replicas(run)
     run.put("Distributed.sharding.sharding_stage", stage, *origins)
     if replicas is None:
         run.notes.append(
@@ -179,7 +174,7 @@ def _sharding(run: Translation, world_size: int | None) -> None:
             "give Distributed.sharding.sharding_degree (and dp_degree 1), or the number of processes"
         )
         return
-    run.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {world_size} processes")
+    run.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {run.world_size} processes")
     run.put("Distributed.dp_degree", 1, *origins, why="every replica holds a share")
     if offload and replicas > 1:
         run.put("Distributed.sharding.sharding_offload", True, offload)
@@ -194,17 +189,17 @@ def _offload(run: Translation) -> str | None:
     return f"{_ZERO}.cpu_offload" if run.flag(f"{_ZERO}.cpu_offload", False) else None
 
 
-def _replicas(run: Translation, world_size: int | None) -> int | None:
+def _replicas(run: Translation) -> int | None:
     names = (TENSOR, "model_parallel_size", PIPELINE, "context_parallel_size")
     model = math.prod(run.integer(name, 1, least=1) for name in names)
-    if world_size is None:
+    if run.world_size is None:
         return None
-    if world_size % model:
+    if run.world_size % model:
         raise run.conflict(
             [name for name in names if run.integer(name, 1) > 1],
-            f"tensor x pipeline x context = {model} processes do not divide the {world_size} of the job",
+            f"tensor x pipeline x context = {model} processes do not divide the {run.world_size} of the job",
         )
-    return world_size // model
+    return run.world_size // model
 
 
 def recomputation(run: Translation) -> None:

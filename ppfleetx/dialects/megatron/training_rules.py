@@ -8,7 +8,7 @@ import math
 import os
 
 from ppfleetx.config.batch_sizes import BatchPlan, Ramp
-from ppfleetx.dialects.translation import Rule, Translation
+from ppfleetx.dialects.translation import Translation
 from ppfleetx.dialects.user_options import UserOption
 from ppfleetx.utils.device_support import CPU, GPU, NPU, device_for_recipe, expected_device
 
@@ -25,18 +25,14 @@ _FP16 = "deepspeed_config.fp16"
 _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
-def logs_rule(log: str, *, interval: int) -> Rule:
-    """Return the rule that turns on log lines in the toolkit's own format, written by the callback ``log``.
-    ``interval`` is the toolkit's default of ``log_interval``."""
-
-    def logs(run: Translation) -> None:
-        run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
-        run.put("Engine.callbacks", ["default", log], why="its own log lines beside ours")
-        workers = run.integer("num_workers", least=0)
-        if workers is not None and "Data.Eval.dataset.input_dir" in run.native:
-            run.put("Data.Eval.loader.num_workers", workers, "num_workers")
-
-    return logs
+def logs(run: Translation, *, callback: str, interval: int) -> None:
+    """Turn on log lines in the toolkit's own format, written by ``callback``. ``interval`` is the toolkit's
+    default of ``log_interval``."""
+    run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
+    run.put("Engine.callbacks", ["default", callback], why="its own log lines beside ours")
+    workers = run.integer("num_workers", least=0)
+    if workers is not None and "Data.Eval.dataset.input_dir" in run.native:
+        run.put("Data.Eval.loader.num_workers", workers, "num_workers")
 
 
 def batches(run: Translation) -> None:

@@ -91,27 +91,22 @@ _arguments = partial(given_arguments, flags=(), known=())
 """Reads command-line arguments. Every option without a value is a flag."""
 
 
-def plan_rule(world_size: int | None) -> Rule:
-    """Return the rule that translates parallel degrees and sharding. ``world_size`` is the number of
-    processes; None if unknown."""
-
-    def plan(run: Translation) -> None:
-        degrees = [
-            run.native[key].value if (key := f"Distributed.{axis}_degree") in run.native else 1
-            for axis in ("mp", "pp", "sep")
-        ]
-        if run.value("sequence_parallel") in (True, 1) and degrees[0] > 1:
-            run.put("Model.sequence_parallel", True, "sequence_parallel")
-        model = math.prod(degrees)
-        if world_size is not None and world_size % model:
-            raise ConfigError(
-                f"the job has {world_size} processes, which {model} (tensor x pipeline x sep) do not divide",
-                key="tensor_model_parallel_size",
-                place=run.place,
-            )
-        _sharding(run, None if world_size is None else world_size // model)
-
-    return plan
+def plan(run: Translation) -> None:
+    """Translate parallel degrees and sharding."""
+    degrees = [
+        run.native[key].value if (key := f"Distributed.{axis}_degree") in run.native else 1
+        for axis in ("mp", "pp", "sep")
+    ]
+    if run.value("sequence_parallel") in (True, 1) and degrees[0] > 1:
+        run.put("Model.sequence_parallel", True, "sequence_parallel")
+    model, processes = math.prod(degrees), run.world_size
+    if processes is not None and processes % model:
+        raise ConfigError(
+            f"the job has {processes} processes, which {model} (tensor x pipeline x sep) do not divide",
+            key="tensor_model_parallel_size",
+            place=run.place,
+        )
+    _sharding(run, None if processes is None else processes // model)
 
 
 def _sharding(run: Translation, replicas: int | None) -> None:
@@ -269,6 +264,18 @@ TABLES = tables_of(read_file("paddleformers"))
 TABLE = KeyTable([key for keys in TABLES.values() for key in keys])
 _FILES = (".yaml", ".yml", ".json")
 _MODEL, _OURS = "model_name_or_path", "config.yaml"
+_RULES: tuple[Rule, ...] = (
+    network,
+    balancing,
+    batches,
+    profiler,
+    precision,
+    optimizer,
+    data,
+    checkpoints,
+    plan,
+    recomputation,
+)
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
@@ -296,8 +303,8 @@ def _translated(given: list[UserOption], place: str, world_size: int | None) -> 
     named = [one for one in given if one.key.lstrip("-") == _MODEL and one.value is not None]
     if not named:
         raise ConfigError("is missing; the network is that of its config.json", key=_MODEL, place=place)
-    network = list(_keys_of_network(named[-1]))
-    ours = {one.key: one for one in network if one.key.startswith(f"{_OURS}.")}
+    network_keys = list(_keys_of_network(named[-1]))
+    ours = {one.key: one for one in network_keys if one.key.startswith(f"{_OURS}.")}
     world_size = world_size or world_of(os.environ)
 
     def native(run: Translation) -> None:
@@ -308,22 +315,7 @@ def _translated(given: list[UserOption], place: str, world_size: int | None) -> 
         replace(one, key=one.key.lstrip("-").replace("-", "_")) if one.key[:2] == "--" else one
         for one in given
     ]
-    return translate(TITLE, place, [*network, *plain], TABLE, [native, *_rules(world_size)])
-
-
-def _rules(world_size: int | None) -> list[Rule]:
-    return [
-        network,
-        balancing,
-        batches,
-        profiler,
-        precision,
-        optimizer,
-        data,
-        checkpoints,
-        plan_rule(world_size),
-        recomputation,
-    ]
+    return translate(TITLE, place, [*network_keys, *plain], TABLE, [native, *_RULES], world_size)
 
 
 def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
@@ -334,12 +326,9 @@ def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
     elif os.path.isfile(directory / CONFIG):  # noqa: PTH113
         yield from given_in_file(directory / CONFIG, f"{CONFIG}.", named=one)
     else:
-        raise ConfigError(
+        raise one.error(
             f"is not a directory with {CONFIG} here. Models are not downloaded: put the model's files into a "
-            "directory and name that directory",
-            key=one.key,
-            value=one.value,
-            place=one.place,
+            "directory and name that directory"
         )
 
 
