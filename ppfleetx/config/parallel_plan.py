@@ -360,8 +360,8 @@ def _offloads(plan: ParallelPlan) -> bool:
     )
 
 
-def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Return a legal plan of ``world_size`` processes that is close to ``plan``, or None if none is found.
+def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan:
+    """Return a legal plan of ``world_size`` processes that is close to ``plan``.
 
     Plans that differ from ``plan`` only in degrees are preferred.
     """
@@ -369,15 +369,13 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
     same = (ParallelPlan(*degrees, **kept) for degrees in near if degrees[-1] == plan.sep)
     every = (option for degrees in near[:_MAX_VARIED] for option in _with_options(ParallelPlan(*degrees)))
-    # First plans with the same settings, then with others, then pure data parallelism.
+    # First plans with the same settings, then with others, then pure data parallelism, which is always legal.
     candidates = chain(
         (one for one in same if one.sharding > 1 or one.sharding_stage == 1),
         (one for one in every if not one.sharding_offload),
         [ParallelPlan(dp=world_size)],
     )
-    nearest = next((one for one in candidates if not violations(one, work)), None)
-    if nearest is None:
-        return None
+    nearest = next(one for one in candidates if not violations(one, work))
     nearest = _with_experts(nearest, plan, work)
     offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
     return offloading if plan.sharding_offload and not violations(offloading, work) else nearest

@@ -89,12 +89,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
         f"mp {plan.mp} x pp {plan.pp} x sharding {plan.sharding} x sep {plan.sep} needs {needed}.",
         key="Distributed",
         place=origins.get("Distributed"),
-        hint=(
-            f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)})."
-            if near
-            else f"No plan fits {counted(world_size, 'process')}."
-        )
-        + more,
+        hint=f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)}).{more}",
     )
 
 
@@ -212,8 +207,10 @@ def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     plan, work = cfg.plan, workload_of(cfg, batch.accumulate_steps)
     # Check each sequence length by itself, so that the message names the length that does not fit.
     for broken in (*violations(plan, replace(work, seq_len=None)), *length_violations(cfg, plan)):
-        near = nearest_plan(plan, plan.world_size, work) if plan.world_size > 1 else None
-        hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""
+        hint = ""
+        if plan.world_size > 1:
+            near = nearest_plan(plan, plan.world_size, work)
+            hint = f". The nearest legal plan for {plan.world_size}: {near}"
         yield RuleError(broken.keys, broken.rule + hint)
     yield from position_violations(cfg)
     yield from _overlaps(cfg)

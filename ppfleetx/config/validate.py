@@ -27,19 +27,19 @@ _MAX_ERRORS = 8
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
+def validate(tree: Node) -> tuple[RunConfig, dict[str, str]]:
     """Build the typed configuration from ``tree``. Also returns where every value was written, by dotted key.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
     origins: dict[str, str] = {}
-    plain = _to_plain(tree, root, "", origins)
+    plain = _to_plain(tree, RunConfig, "", origins)
     try:
-        return root.model_validate(plain), origins
+        return RunConfig.model_validate(plain), origins
     except ValidationError as error:
         # For a key that is missing at the top level, name the file.
-        raise _config_error(error, plain, root, {"": tree.place, **origins}) from None
+        raise _config_error(error, plain, RunConfig, {"": tree.place, **origins}) from None
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:

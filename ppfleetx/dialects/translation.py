@@ -141,22 +141,24 @@ class Translation:
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
         """Return the user's value of the option ``key``, which must be an integer. ``least`` is the smallest
         allowed value."""
-        return self._read(key, default, partial(integer, least=least))
+        return self.read(key, default, partial(integer, least=least))
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
         """Return the user's value of the option ``key``, which must be a finite number. ``least`` is the
         smallest allowed value."""
-        return self._read(key, default, lambda value: float(number(value, least=least)))
+        return self.read(key, default, lambda value: float(number(value, least=least)))
 
     def flag(self, key: str, default: Any = None) -> Any:
         """Return the user's value of the option ``key``, which must be true or false."""
-        return self._read(key, default, flag)
+        return self.read(key, default, flag)
 
     def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
         """Return the user's value of the option ``key``, which must be one of ``choices``."""
-        return self._read(key, default, choice({one: one for one in choices}))
+        return self.read(key, default, choice({one: one for one in choices}))
 
-    def _read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
+    def read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
+        """Return the user's value of the option ``key``, converted. A ValueError of ``convert`` becomes a
+        ConfigError."""
         if key not in self:
             return default
         try:

@@ -132,6 +132,10 @@ WRONG_COMBINATIONS = [
     (["Optimizer.lr.max_lr=1e-3", "Optimizer=null"], ["already set by override 1 (Optimizer.lr.max_lr)"]),
     (["Global.local_batch_size=null", "Global.micro_batch_size=null"], ["no batch size is given"]),
     (
+        ["Global.micro_batch_size=null", "Engine.accumulate_steps=3"],
+        ["local_batch_size 8 does not divide by accumulate_steps 3"],
+    ),
+    (
         ["Optimizer.lr.warmup_rate=0.1", "Optimizer.lr.warmup_steps=5"],
         ["in steps or as a rate", "override 2"],
     ),

@@ -52,32 +52,6 @@ GUIDE = _GUIDE.split()
 # What Megatron-LM's examples and functional tests write, and what each argument is here, read side by side:
 # arguments, processes, values by our key.
 SOURCES = {
-    "GPT-3 175B": (
-        """
-        --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
-        --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536
-        --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
-        --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001
-        --lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path d
-        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1 --log-interval 100
-        --save-interval 10000 --eval-interval 1000 --save c --load c --eval-iters 10 --tensorboard-dir t
-        """,
-        256,
-        {
-            "plan": "dp 2, mp 8, pp 16, sharding 1",
-            "batch.accumulate_steps": 768,
-            "Model.padded_vocab_size": 51200,
-            "Model.ffn_size": 49152,
-            "Model.hidden_act": "gelu",
-            "Model.initializer_range": 0.006,
-            "Optimizer.beta2": 0.95,
-            "Optimizer.lr.num_warmup_steps": 430,
-            "Optimizer.lr.decay_steps": 430000,
-            "Optimizer.lr.min_lr": 6e-6,
-            "Engine.save_load.resume": "auto",
-            "Engine.eval_iters": 10,
-        },
-    ),
     "Llama 3 8B": (
         """
         --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -227,6 +201,7 @@ def test_batches_are_megatrons(arguments, world, expected):
         ("--pre-tockens 65536 --next-tockens 0", "attention_window", None),
         ("--pre-tockens 8", "attention_window", 8),
         ("--position-embedding-type rope --rotary-percent 0.5", "rotary_size", 8),
+        ("--init-method-std 0.5", "initializer_range", 0.5),
         ("--embedding-init-method-std 0.5", "embedding_std", 0.5),
         ("--apply-layernorm-1p --expert-tensor-parallel-size 4", "normalization", "LayerNorm1P"),
         ("--normalization rmsnorm", "normalization", "RMSNorm"),
@@ -496,7 +471,7 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ("--num-experts 8 --moe-layer-freq [1]*3", "must have a 0 or a 1 for each of the 4 layers"),
         (
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
-            "must be one of aux_loss, seq_aux_loss",
+            "must be one of 'aux_loss', 'seq_aux_loss'",
         ),
         ("--num-experts 8 --moe-aux-loss-coeff 1e-2 1e-3", "must name one balancing loss"),
         (
