@@ -105,7 +105,6 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
         *_each(tree, "Optimizer.lr.warmup", _warmup),
         *_drop(tree),
         *_replace_values(tree),
-        *_warn_split_qkv(tree),
         # These rules read several sections.
         *((*_task_of_program(tree), *_unlimited(tree), *_rewrite_experts(tree)) if is_whole else ()),
     ]
@@ -204,15 +203,6 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
     target = "Optimizer.lr.warmup_rate" if is_rate else "Optimizer.lr.warmup_steps"
     _set(tree, target, node, path)
     return f"{path} ({node.place}) is an old spelling of {target}"
-
-
-def _warn_split_qkv(tree: Node) -> Iterator[str]:
-    for mapping, name, path in _find(tree, "Model.fuse_attn_qkv"):
-        if mapping.value[name].value is False:
-            yield (
-                f"{path} = False ({mapping.value[name].place}) has no effect: the projections are one weight "
-                "always, with the same results"
-            )
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:

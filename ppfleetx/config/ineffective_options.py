@@ -170,6 +170,11 @@ SWITCHED_OFF = (
         "on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
         lambda cfg: True,
     ),
+    _off(
+        "Model.fuse_attn_qkv",
+        "the projections are always one weight, with the same results",
+        lambda cfg: True,
+    ),
     _off_while("Model: attn_post_norm_scale ffn_post_norm_scale", "Model.sandwich_norm", False),
     _off_while(
         "Model: recompute_granularity recompute_layers no_recompute_layers recompute_interval",

@@ -197,7 +197,7 @@ _base_: small.yaml
 Engine:
   mix_precision: {use_pure_fp16: True, use_main_grad: False, use_fp16_guard: False}
 Quantization: {enable: True, onnx_format: True}
-Model: {type_vocab_size: 16, fuse_attn_qkv: False}
+Model: {type_vocab_size: 16}
 Data: {Train: {loader: {return_list: False}, sampler: {name: DistributedBatchSampler}}}
 Distributed: {pp_recompute_interval: 2}
 Optimizer:
@@ -208,7 +208,7 @@ Optimizer:
 OLD_KEYS = """
 Compress.Quantization.onnx_format Data.Train.loader.return_list Data.Train.sampler.name
 Distributed.pp_recompute_interval Engine.mix_precision.use_fp16_guard Engine.mix_precision.use_main_grad
-Engine.mix_precision.use_pure_fp16 Model.fuse_attn_qkv Model.type_vocab_size Optimizer.lr.use_increments
+Engine.mix_precision.use_pure_fp16 Model.type_vocab_size Optimizer.lr.use_increments
 Optimizer.lr.warmup Optimizer.name Optimizer.tensor_fusion Quantization
 """
 

@@ -44,11 +44,6 @@ def batch(run: Translation) -> None:
     run.put("Global.local_batch_size", size, "run.batch", "run.parts", why="batch x parts")
 
 
-def translated(text: str) -> Translation:
-    tree = parse_yaml(text, "theirs.yaml", with_lines=True)
-    return translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
-
-
 WHOLE = """
 model:
   width: 64
@@ -66,7 +61,8 @@ moe:
 
 
 def test_a_whole_file_becomes_a_configuration_that_knows_their_lines(tmp_path: Path) -> None:
-    result = translated(WHOLE)
+    tree = parse_yaml(WHOLE, "theirs.yaml", with_lines=True)
+    result = translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
     cfg = load_tree(result.tree(), result.warnings)
     assert (cfg.Model.hidden_size, cfg.Model.hidden_act, cfg.Model.tie_word_embeddings) == (64, "gelu", False)
     assert cfg.Engine.save_load.output_dir == "007"
