@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def given_arguments(
         if not written.startswith("--") or written == "--":
             raise ConfigError("is not an option; options begin with --", key=written or "''", place=place)
         name, equals, inline = written.partition("=")
-        following = _values_after(argv, position)
+        following = list(takewhile(lambda text: not text.startswith("--"), argv[position + 1 :]))
         position += 1
         normal = normal_name(name)
         if normal in flags and not equals:
@@ -112,15 +113,6 @@ def given_arguments(
             raise one.error(f"is already given ({earlier.place})")
         if earlier is one:
             yield one
-
-
-def _values_after(argv: Sequence[str], position: int) -> list[str]:
-    found: list[str] = []
-    for text in argv[position + 1 :]:
-        if text.startswith("--"):
-            break
-        found.append(text)
-    return found
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:

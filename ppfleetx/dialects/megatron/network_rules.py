@@ -188,7 +188,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[UserOption],
             place=run.place,
         )
     path, one = Path(run.text(name)), run.given[name]
-    file = path / "tokenizer.json" if _is_directory(path) else path
+    file = path / "tokenizer.json" if path.is_dir() else path
     if not os.path.lexists(file) and file.name in _GPT2_WORDS:
         run.notes.append(f"{file} does not exist: GPT-2's {_GPT2_WORDS[file.name]} tokens are assumed")
         return _GPT2_WORDS[file.name], [one], "GPT-2's"
@@ -253,17 +253,11 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
         raise run.error(name, "names no corpus")
     prefixes, weights = weighted_corpora(words)
     for prefix in prefixes:
-        if _is_directory(Path(prefix)):
+        if Path(prefix).is_dir():
             raise run.error(
                 name, f"{prefix} is a directory; name the pair of files in it without .bin or .idx"
             )
     return prefixes, weights
-
-
-def _is_directory(path: Path) -> bool:
-    """Return whether ``path`` is a directory. For a name that no file can have, return False instead of
-    raising an error."""
-    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
 def highest_id(file: Path, one: UserOption) -> int:

@@ -201,7 +201,7 @@ def data(run: Translation) -> None:
     name = "tokenizer_name_or_path"
     if name in run:
         text = run.text(name)
-        if os.path.isdir(text):  # noqa: PTH112 - Path.is_dir raises for names that no file can have
+        if Path(text).is_dir():
             run.put("Data.tokenizer.dir", text, name)
         else:
             run.notes.append(f"{name} {text} is not a directory here; a corpus of token ids needs none")
@@ -320,10 +320,10 @@ def _translated(given: list[UserOption], place: str, world_size: int | None) -> 
 
 def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
     directory = Path(str(one.value))
-    if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
+    if (directory / _OURS).is_file():
         keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)
         yield from (key for key in keys if key.key.startswith(f"{_OURS}.Model.") and key.value is not None)
-    elif os.path.isfile(directory / CONFIG):  # noqa: PTH113
+    elif (directory / CONFIG).is_file():
         yield from given_in_file(directory / CONFIG, f"{CONFIG}.", named=one)
     else:
         raise one.error(
