@@ -19,20 +19,11 @@ def test_every_synonym_leads_to_a_key_and_is_none_itself():
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
-        ("Distributed.tensor_parallel_degree=2", "Did you mean Distributed.mp_degree?"),
         ("Distributed.tensor_model_parallel_size=2", "Did you mean Distributed.mp_degree?"),
-        ("Distributed.pipeline_parallel_degree=2", "Did you mean Distributed.pp_degree?"),
-        ("Distributed.context_parallel_size=2", "Did you mean Distributed.sep_degree?"),
         ("Distributed.zero_stage=2", "Did you mean Distributed.sharding.sharding_stage?"),
         ("Model.n_layer=2", "Did you mean Model.num_layers?"),
-        ("Model.num_key_value_heads=2", "Did you mean Model.num_query_groups?"),
-        ("Model.dropout=0.1", "Did you mean"),
         ("num_hidden_layers=2", "Did you mean Model.num_layers?"),
-        ("Engine.gradient_accumulation_steps=2", "Did you mean Engine.accumulate_steps?"),
-        ("Engine.train_iters=2", "Did you mean Engine.max_steps?"),
-        ("Optimizer.lr.warmup_ratio=0.1", "Did you mean Optimizer.lr.warmup_rate?"),
         ("Optimizer.max_grad_norm=1", "Did you mean Optimizer.grad_clip.clip_norm?"),
-        ("Generation.max_new_tokens=5", "Did you mean Generation.max_dec_len?"),
         ("Distributed.sequence_parallel=True", "Did you mean Model.sequence_parallel?"),
         ("Data.batch_size=3", "Did you mean Global.local_batch_size or Offline_Eval.batch_size?"),
     ],
@@ -53,10 +44,6 @@ FOREIGN = {
         "model_parallel: 4, pipeline_stage: 2}\nmodel: {model_config: {num_layers: 12}}\n",
         "pipeline_stage is Distributed.pp_degree",
     ),
-    "MindSpeed": (
-        "accelerate_config: {tensor_model_parallel_size: 2}\nmodel_config: {seq_length: 5}\n",
-        "tensor_model_parallel_size is Distributed.mp_degree",
-    ),
     "DeepSpeed": (
         '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
         "zero_optimization is Distributed.sharding.sharding_stage",
@@ -68,10 +55,6 @@ FOREIGN = {
     "PaddleFormers": (
         "model_name_or_path: x\nstage: SFT\nper_device_train_batch_size: 1\nlearning_rate: 1e-5\n",
         "learning_rate is Optimizer.lr.max_lr",
-    ),
-    "NeMo": (
-        "trainer: {max_steps: 5, log_every_n_steps: 1}\nmodel: {tensor_model_parallel_size: 2}\n",
-        "tensor_model_parallel_size is Distributed.mp_degree",
     ),
 }
 
