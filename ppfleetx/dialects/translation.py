@@ -135,6 +135,10 @@ class Translation:
         out."""
         return tuple(self.given[key] for key in keys if key in self)
 
+    def first(self, *keys: str) -> str:
+        """Return the first of the options ``keys`` that the user gave, or else the last of them."""
+        return next((key for key in keys if key in self), keys[-1])
+
     def value(self, key: str, default: Any = None) -> Any:
         return self.given[key].value if key in self else default
 

@@ -231,7 +231,7 @@ def _in_samples(run: Translation) -> None:
             rule = f"counts steps, of different sizes here: give --{name.replace('_', '-')[:-5]}samples"
             raise run.conflict((name, _RAMP), rule)
     run.put(f"{prefix}.unit", "sample", _RAMP)
-    decay = next(name for name in ("lr_decay_samples", "train_samples") if name in run)
+    decay = run.first("lr_decay_samples", "train_samples")
     run.put(f"{prefix}.decay_steps", run.integer(decay, least=1), decay)
     warmup = run.integer("lr_warmup_samples", least=0)
     run.put(f"{prefix}.warmup_steps", warmup or None, "lr_warmup_samples")

@@ -66,8 +66,7 @@ def _precision(run: Translation, on_cpu: bool) -> None:
     compute_key, weights_key = f"{_MODEL}.compute_dtype", f"{_MODEL}.param_init_type"
     compute = run.choice(compute_key, _TYPES, "float16")  # the default of GPT2Config
     weights = run.choice(weights_key, _TYPES, "float32")
-    softmax_keys = [f"{_MODEL}.softmax_compute_type", f"{_MODEL}.softmax_dtype"]
-    softmax_key = next(filter(run.__contains__, softmax_keys), softmax_keys[1])
+    softmax_key = run.first(f"{_MODEL}.softmax_compute_type", f"{_MODEL}.softmax_dtype")
     softmax = run.choice(softmax_key, _TYPES, "float32")
     run.put("Model.softmax_in_fp32", softmax == "float32", softmax_key)
     if compute == "float32":
@@ -250,17 +249,14 @@ def network(run: Translation) -> None:
     GPT-2 of MindFormers, such as learned positions."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
-    width_key = next(
-        (f"{_MODEL}.{name}" for name in ("embedding_size", "hidden_size") if f"{_MODEL}.{name}" in run),
-        None,
-    )
+    width_key = run.first(f"{_MODEL}.embedding_size", f"{_MODEL}.hidden_size")
     ratio_key = f"{_MODEL}.expand_ratio"
-    if width_key is not None:
+    if width_key in run:
         width = run.integer(width_key, least=1) * run.integer(ratio_key, 4, least=1)
         run.put("Model.ffn_hidden_size", width, width_key, ratio_key, why="width x expand_ratio")
     length_key, positions_key = f"{_MODEL}.seq_length", f"{_MODEL}.max_position_embeddings"
     length = run.integer(length_key, 1024, least=1)
-    key = positions_key if positions_key in run else length_key
+    key = run.first(positions_key, length_key)
     run.put("Model.max_position_embeddings", run.integer(key, length, least=1), key)
 
 
@@ -347,9 +343,7 @@ def length(run: Translation) -> None:
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
     kind, end_key = run.value("lr_schedule.type", "polynomial"), "lr_schedule.lr_end"
-    rate_key = (
-        "lr_schedule.learning_rate" if "lr_schedule.learning_rate" in run else "optimizer.learning_rate"
-    )
+    rate_key = run.first("lr_schedule.learning_rate", "optimizer.learning_rate")
     run.put("Optimizer.lr.max_lr", run.number(rate_key), rate_key)
     ratio_key, steps_key = "lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"
     if ratio_key in run:

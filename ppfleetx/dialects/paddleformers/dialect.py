@@ -71,7 +71,7 @@ def network(run: Translation) -> None:
     _unless(run, "Model.hidden_dropout_prob", run.number(hidden, default), hidden)
     _unless(run, "Model.embedding_dropout_prob", run.number(embedded), embedded)
     names = (f"{CONFIG}.attn_pdrop", f"{CONFIG}.attention_dropout")
-    attention = next((run.number(name) for name in names if name in run), default)
+    attention = run.number(run.first(*names), default)
     _unless(run, "Model.attention_probs_dropout_prob", attention, *names)
 
 
@@ -216,8 +216,7 @@ def _corpus(run: Translation, prefix: str) -> None:
     split = run.value("split", "949,50,1")
     run.put(f"{prefix}.split", split, "split")
     lengths = ("max_seq_length", "max_seq_len")
-    given = next((run.integer(name, least=1) for name in lengths if name in run), 1024)
-    run.put(f"{prefix}.max_seq_len", given, *lengths)
+    run.put(f"{prefix}.max_seq_len", run.integer(run.first(*lengths), 1024, least=1), *lengths)
     run.put(f"{prefix}.cache_dir", run.text("data_cache"), "data_cache")
     run.put(f"{prefix}.eod_mask_loss", run.flag("eod_mask_loss"), "eod_mask_loss")
 
