@@ -1,5 +1,5 @@
-"""Chat templates render as ``apply_chat_template`` does (recipe: tests/goldens/make_hf_chats.py); a limit
-of steps stops endless ones."""
+"""Chat templates render as ``apply_chat_template`` does (recipe: tests/goldens/make_hf_chats.py); limits
+stop endless and growing ones."""
 
 import json
 import threading
@@ -115,10 +115,17 @@ def test_threads_render_at_the_same_time() -> None:
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GROWING = "{{% set n = namespace(x='a') %}}{{% for i in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}"
 REFUSED = {
     "loops": (ENDLESS, "takes more than 3,000,000 steps"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "range": ("{% for a in range(10 ** 9) %}{% endfor %}", "range"),
+    "texts": ("{{ 'a' * 10 ** 10 }}", "size 10,000,000,000"),
+    "doubling": (GROWING.format("n.x + n.x"), "a text, list or number of size"),
+    "joining": (GROWING.format("n.x ~ n.x"), "a text, list or number of size"),
+    "powers": ("{{ 9 ** 99999999 }}", "a text, list or number of size"),
+    "filter": ("{{ 'a' | center(999999999) }}", "calls center with 999999999"),
+    "method": ("{{ 'a'.ljust(999999999) }}", "calls ljust with 999999999"),
     "class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     "change": ("{{ messages.append(1) }}", "uses what templates may not access"),
     "file": ("{% include '/etc/passwd' %}", "fails"),

@@ -2,8 +2,9 @@
 text equals the result of Hugging Face's ``apply_chat_template``.
 
 Templates are read from ``chat_template.jinja`` and ``additional_chat_templates/`` in the tokenizer's
-directory, or else from ``chat_template`` in ``tokenizer_config.json``. Jinja's sandbox denies them access to
-Python, and a limit of steps stops endless loops. This does not stop a determined attacker.
+directory, or else from ``chat_template`` in ``tokenizer_config.json``. They come from strangers and run in
+servers: Jinja's sandbox denies them access to Python, and limits stop endless loops and huge texts. This does
+not stop a determined attacker.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template, TemplateError, nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -43,6 +45,10 @@ Span = tuple[int, int]
 MAX_STEPS = 3_000_000
 """Maximum number of steps of a template: executed lines, calls and returns. A conversation of 100 turns takes
 a few thousand."""
+MAX_SIZE = 1 << 24
+"""Maximum size of what an expression of a template makes: characters of a text, elements of a list, bits of a
+number."""
+_MAX_NUMBER = 1_000_000  # largest number that a filter or function is called with, such as a width
 DEFAULT = "default"
 TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -129,17 +135,85 @@ class _GenerationBlocks(Extension):
         return "".join(self._local.pieces), self._local.spans
 
 
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    """Raise TemplateError if the result of ``left operator right`` would be larger than `MAX_SIZE`."""
+    sizes = [
+        abs(one).bit_length() if isinstance(one, int) else len(one) if hasattr(one, "__len__") else 0
+        for one in (left, right)
+    ]
+    is_repetition = operator == "*" and isinstance(left, int) != isinstance(right, int)
+    if operator == "**" and isinstance(right, int):
+        size = sizes[0] * abs(right)
+    elif is_repetition:
+        size = sizes[0] * right if isinstance(right, int) else sizes[1] * left
+    else:
+        size = sum(sizes)
+    if size > MAX_SIZE:
+        raise TemplateError(f"it makes a text, list or number of size {size:,}; the most is {MAX_SIZE:,}")
+
+
+def _check_arguments(name: str, arguments: Iterable[Any]) -> None:
+    """Raise TemplateError if a template calls a filter or function with a very large integer."""
+    for one in arguments:
+        if isinstance(one, int) and abs(one) > _MAX_NUMBER:
+            raise TemplateError(f"it calls {name} with {one}")
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_arguments(name, (*args, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _BoundedCode(CodeGenerator):
+    """Jinja code generator that computes ``a ~ b`` as ``environment.join((a, b))``, which limits the size."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
+        self.write("environment.join((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _BoundedCode
+    intercepted_binops = frozenset({"+", "*", "**"})
     tracker: _GenerationBlocks
 
     def __init__(self) -> None:
-        extensions = [_GenerationBlocks, LoopControlExtension]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # the optimizer would evaluate constant expressions without limits
+            extensions=[_GenerationBlocks, LoopControlExtension],
+        )
+        self.filters = {name: _bounded(name, one) for name, one in self.filters.items()}
         self.filters["tojson"] = _to_json
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_size(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def join(self, parts: Iterable[Any]) -> str:
+        text = ""
+        for part in map(str, parts):
+            _check_size("+", text, part)
+            text += part
+        return text
+
+    # A template's own arguments must not collide with these names, hence Jinja's spelling.
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        if not isinstance(getattr(__obj, "__self__", None), Extension):
+            _check_arguments(getattr(__obj, "__name__", "a function"), (*args, *kwargs.values()))
+        return super().call(__context, __obj, *args, **kwargs)
 
 
 def _to_json(
