@@ -15,7 +15,7 @@ from ppfleetx.nn.flash import flash_attention, packed_flash_attention
 from ppfleetx.nn.fused_ops import FusedOps
 from ppfleetx.nn.fused_trial_process import Pairs
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 
 Function = Callable[..., paddle.Tensor]
 

@@ -38,7 +38,7 @@ from ppfleetx.nn.layers import (
 )
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.lora_and_quant_specs import adapter, linear_kind, quantizer, quantizer_numbers
-from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.loss import token_loss, token_scores
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.mlp_spec import GroupedLinearSpec
@@ -48,7 +48,6 @@ from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_dispatcher import TokenDispatcher
-from ppfleetx.nn.token_scores import token_scores
 
 # Zeros instead of Paddle's random values, which build_stage would replace.
 _ZEROS = nn.initializer.Constant(0.0)
@@ -201,7 +200,7 @@ class LocalFactory:
         return hidden
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        return self.matmul.transposed(self.enter_head(hidden), weight)
+        return self.matmul.linear(self.enter_head(hidden), weight, is_transposed=True)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         return self.attention.positions(ids)
@@ -304,7 +303,7 @@ class TensorParallelFactory(LocalFactory):
         if spec.cut == "rows":
             layer.mp_skip_c_identity = True  # skips a copy of the gradient
         elif self.exchange is not None:
-            layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
+            layer.forward = lambda x: layer.linear(x, layer.weight, layer.bias, exchange=self.exchange)
         elif not self.sequence_parallel:  # fleet's c_identity is missing in plugins for bfloat16
             layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
@@ -407,4 +406,4 @@ class TensorParallelFactory(LocalFactory):
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         if self.exchange is None:
             return super().tied_logits(hidden, weight)
-        return self.matmul.column(hidden, weight, None, self.exchange, is_transposed=True)
+        return self.matmul.linear(hidden, weight, is_transposed=True, exchange=self.exchange)

@@ -102,23 +102,22 @@ class PanelMatrix:
 
 
 class InferenceLinear(Linear):
-    """A :class:`~ppfleetx.nn.layers.Linear` whose weight does not change after its first use."""
+    """A :class:`~ppfleetx.nn.layers.Linear` whose weight does not change after its first use.
+
+    Attributes:
+        matrix: the weight, for products without gradients.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self._matrix = PanelMatrix(self.weight)
+        self.matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
         """Let passes without gradients multiply by ``weight`` instead of the layer's own weight."""
-        if self._matrix.weight is not weight:
-            self._matrix = PanelMatrix(weight)
-
-    @property
-    def matrix(self) -> PanelMatrix:
-        """The weight as a :class:`PanelMatrix`, for products without gradients."""
-        return self._matrix
+        if self.matrix.weight is not weight:
+            self.matrix = PanelMatrix(weight)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
             return super().forward(x)
-        return self._matrix.linear(x, self.bias)
+        return self.matrix.linear(x, self.bias)

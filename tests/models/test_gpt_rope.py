@@ -13,7 +13,7 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.conversion.huggingface.config_export import describes, hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.rope import hf_rope, rope_keys, rope_notes
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 from tests.helpers.hf_weights import hf_to_canonical
 from tests.models.gpt_builders import GOLDENS, assign, build, load_golden

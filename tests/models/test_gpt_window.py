@@ -8,7 +8,7 @@ import pytest
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.masks import cached_mask, window_start
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 from ppfleetx.nn.stage import canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, GrowingCache, build, random_tokens, tiny_config
 from tests.models.test_gpt import logits_of
