@@ -15,7 +15,6 @@ from ppfleetx.nn.stage import declare
 from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.build import build_optimizer, optimizer_groups
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm
-from ppfleetx.optims.param_groups import decays
 from ppfleetx.optims.rule import SGD, Group, ParamView, Rule, StateSpec, UpdateRule
 from ppfleetx.optims.schedules import build_schedule
 
@@ -73,13 +72,6 @@ def test_equals_a_numpy_adamw_with_changing_rate_and_decay():
     for name, param in params:
         assert param.grad is None
         np.testing.assert_allclose(param.numpy(), expected[name], rtol=1e-6, atol=1e-6)
-
-
-def test_decay_rule():
-    assert decays("embedding.word_embeddings.weight", [10, 4])
-    assert decays("embedding.position_embeddings.weight", [10, 4])
-    assert not decays("decoder.layers.1.mlp.fc1.bias", [4])
-    assert not decays("decoder.layers.1.input_norm.weight", [4])
 
 
 def test_state_moves_to_a_new_optimizer_bit_for_bit():
