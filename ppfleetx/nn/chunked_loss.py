@@ -70,17 +70,14 @@ class ChunkedHead(nn.Layer):
 
     Args:
         num_pieces: number of chunks of positions; 1: the head always returns logits.
-        matmul: multiplies by the head's weight. It must not defer weight gradients.
+        matmul: multiplies by the head's weight. Weight gradients are not deferred, because they are complete
+            before the backward pass begins.
     """
 
-    def __init__(
-        self, num_pieces: int = 1, matmul: Matmul | None = None, *, softcap: float | None = None
-    ) -> None:
+    def __init__(self, num_pieces: int, matmul: Matmul, *, softcap: float | None = None) -> None:
         super().__init__()
-        self.softcap = softcap
-        self.num_pieces, self._loss_follows = num_pieces, False
-        # Weight gradients are not deferred, because they are complete before the backward pass begins.
-        self._matmul = matmul or Matmul()
+        self.num_pieces, self._matmul, self.softcap = num_pieces, matmul, softcap
+        self._loss_follows = False
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:

@@ -500,7 +500,11 @@ class _Matmul(PyLayer):
             has_bias, has_weight = ctx.tensors
             gradients = [of_input]
             if has_bias:
-                gradients.append(_of_bias(work, upstream, ctx.bias_dtype, of_bias))
+                if ctx.bias_dtype is None:  # a frozen bias
+                    of_bias = None
+                elif of_bias is None:
+                    of_bias = in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), ctx.bias_dtype)
+                gradients.append(of_bias)
             if has_weight:
                 gradients.append(of_weight)
         return tuple(gradients)
@@ -525,19 +529,6 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
         rest = _WeightGradient(work, x, upstream)
         of_weight = rest.compute() if ctx.defer is None else ctx.defer(rest)
     return (of_input if finish is None else finish()), of_weight
-
-
-def _of_bias(
-    work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
-) -> paddle.Tensor | None:
-    """Return the gradient of the bias; None if the bias is frozen.
-
-    Args:
-        known: the gradient, if it has been computed already.
-    """
-    if dtype is None or known is not None:
-        return None if dtype is None else known
-    return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):

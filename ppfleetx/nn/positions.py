@@ -127,8 +127,8 @@ class RotaryEmbedding:
         interleaved: bool = False,
     ) -> None:
         assert head_dim % 2 == 0
-        self.head_dim, self.max_positions, self.base, self.scaling = head_dim, max_positions, base, scaling
-        self.interleaved = interleaved
+        self.head_dim, self.base, self.scaling, self.interleaved = head_dim, base, scaling, interleaved
+        self._of_tables = max_positions, head_dim, base, scaling
         self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
@@ -168,9 +168,7 @@ class RotaryEmbedding:
             with paddle.amp.auto_cast(enable=False):
                 turned = of_plugin(rows.reshape([1, b * s, groups * heads, size]), *tables)
             return self._as_heads(turned, x)
-        cos, sin = _whole_tables(
-            self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
-        )
+        cos, sin = _whole_tables(*self._of_tables, paddle.get_device())
         with paddle.amp.auto_cast(enable=False):
             turned = _C_ops.fused_rotary_position_embedding(
                 rows,
@@ -205,9 +203,7 @@ class RotaryEmbedding:
         """Return cos and sin of the angles at all positions, ``[b, s, head_dim / 2]`` float32 (computed in
         float64), multiplied by :func:`~ppfleetx.nn.rope_scaling.attention_factor`."""
         if paddle.in_dynamic_mode():
-            cos, sin = _tables(
-                self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
-            )
+            cos, sin = _tables(*self._of_tables, paddle.get_device())
             return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
         # An exported program computes the angles, because a table would be stored as a large constant.
         assert self.switch_length is None, "refused in exports"

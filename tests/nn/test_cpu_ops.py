@@ -13,7 +13,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.generation import logits_processors
 from ppfleetx.nn import panel_matmul
 from ppfleetx.nn.cpu_ops import build, compiled, ops
-from ppfleetx.nn.panel_matmul import InferenceLinear, Panels
+from ppfleetx.nn.panel_matmul import InferenceLinear, panels_of
 from tests.helpers import programs
 
 needs_operators = pytest.mark.skipif(
@@ -26,28 +26,28 @@ needs_operators = pytest.mark.skipif(
 @pytest.mark.parametrize("size", [1, 7, 128, 131, 300])
 def test_products_of_few_rows(columns: int, size: int) -> None:
     weight, bias = paddle.randn([size, columns]), paddle.randn([columns])
-    cut = Panels(weight)
+    cut = panels_of(weight).contiguous()
     exact_weight = weight.numpy().astype(np.float64)
     for shape in ([1], [3], [1, 4], [5, 1], [2, 4], [9], [31], [32], [33], [70]):
         x = paddle.randn([*shape, size])
         exact = x.numpy().astype(np.float64) @ exact_weight
         for own, added in ((None, 0), (bias, bias.numpy())):
-            result = ops.few_rows(x, cut.values, own, columns).numpy()
+            result = ops.few_rows(x, cut, own, columns).numpy()
             np.testing.assert_allclose(result, exact + added, rtol=1e-5, atol=1e-5 * size**0.5)
 
 
 @needs_operators
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    cut, x = Panels(paddle.randn([300, 100])), paddle.randn([40, 300])
-    together = ops.few_rows(x, cut.values, None, 100).numpy()
+    cut, x = panels_of(paddle.randn([300, 100])).contiguous(), paddle.randn([40, 300])
+    together = ops.few_rows(x, cut, None, 100).numpy()
     for count in (1, 2, 5, 8, 33):
-        alone = ops.few_rows(x[:count], cut.values, None, 100).numpy()
+        alone = ops.few_rows(x[:count], cut, None, 100).numpy()
         np.testing.assert_array_equal(alone, together[:count])
 
 
 @needs_operators
 def test_panels_of_another_matrix_are_refused() -> None:
-    cut = Panels(paddle.randn([8, 100])).values
+    cut = panels_of(paddle.randn([8, 100])).contiguous()
     for size, columns, bias in ((9, 100, None), (8, 100, [99]), (8, 200, None), (8, 10, None)):
         added = None if bias is None else paddle.randn(bias)
         with pytest.raises(Exception, match="panels do not fit"):
