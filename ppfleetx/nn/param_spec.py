@@ -51,10 +51,6 @@ class Part:
     offset: int
     width: int
 
-    def indices(self, size: int) -> list[int]:
-        """Return which indices along a dimension of ``size`` belong to this part."""
-        return [at for at in range(size) if self.offset <= at % self.period < self.offset + self.width]
-
 
 @dataclass(frozen=True)
 class ParamSpec:
