@@ -43,15 +43,6 @@ def test_nothing_comes_from_before_the_window(keys):
     )
 
 
-def test_a_window_of_one_layer_equals_the_sequence_cut_there():
-    """With window 4, the last position of one layer depends on five positions only."""
-    tokens = random_tokens(length=12)
-    keys = {"num_layers": 1, "position_embedding_type": "none"}
-    windowed = logits_of(build(tiny_config(**keys, attention_window=4)), tokens)
-    cut = logits_of(build(tiny_config(**keys)), tokens[:, -5:])
-    np.testing.assert_allclose(windowed[:, -1], cut[:, -1], rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [2, 3, 7]], ids=str)
 def test_a_window_looks_back_into_the_cache(chunks):
     tokens = random_tokens(length=12)
