@@ -10,7 +10,7 @@ import pytest
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import model_spec
 from ppfleetx.models.gpt.stages import kernel_options
-from ppfleetx.nn.latent_attention import LatentAttention
+from ppfleetx.nn.attention import LatentAttention
 from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.positions import rope
 from tests.generation.hf_weights import random_weight
