@@ -112,12 +112,16 @@ class Schedule:
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
         """Build the schedule from ``state``, a result of :meth:`state`. Raises CheckpointError if this
         version cannot read ``state``."""
+        unreadable = CheckpointError(
+            "this version cannot read the learning-rate schedule in the checkpoint; "
+            "set Engine.save_load.lr_schedule to config to use the configured one"
+        )
         if not isinstance(state, Mapping) or set(state) != {field.name for field in fields(cls)}:
-            raise CheckpointError(
-                "this version cannot read the learning-rate schedule in the checkpoint; "
-                "set Engine.save_load.lr_schedule to config to use the configured one"
-            )
-        return cls(**state)
+            raise unreadable
+        try:
+            return cls(**state)
+        except (TypeError, ValueError) as error:  # for instance, a decay style of a plugin that is not loaded
+            raise unreadable from error
 
     def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
         mine, theirs = self.state(), other.state()
