@@ -66,7 +66,7 @@ def test_products_in_two_parts_give_the_same_bits() -> None:
             x.stop_gradient = False
             inputs.append(x)
             hidden = matmul.linear(x, leaves[0] * 0.5)
-            (matmul.transposed(x, leaves[1]) * hidden).sum().backward()
+            (matmul.linear(x, leaves[1], is_transposed=True) * hidden).sum().backward()
             if name == "split":
                 split.end_backward()
         if name == "split":
