@@ -29,7 +29,6 @@ _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
 _SEND_SECONDS = 30.0
-_LONGEST_LINE = 64 << 20
 _SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
 
 
@@ -88,8 +87,6 @@ class JsonConnection:
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "connection closed")
         self._read += data
-        if len(self._read) > _LONGEST_LINE:
-            raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
     def buffered(self) -> Any:
         """Return the next message if all of it has been read from the connection, or None."""
@@ -199,9 +196,8 @@ class _Reception:
         self._came: dict[int, Member] = {0: own}
         self._lines: dict[int, JsonConnection] = {}
         self._numbers: dict[JsonConnection, int] = {}
-        self._strangers: dict[
-            JsonConnection, str
-        ] = {}  # connections that have not identified themselves -> address
+        # Addresses of connections that have not identified themselves.
+        self._strangers: dict[JsonConnection, str] = {}
         self._refused: list[str] = []
         self._selector = selectors.DefaultSelector()
 
