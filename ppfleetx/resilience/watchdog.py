@@ -20,8 +20,7 @@ from typing import Any
 
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
-from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
-from ppfleetx.resilience.hang_report_dir import ReportDir
+from ppfleetx.resilience.hang_report import Identity, Report, ReportDir, capture_report, latest
 from ppfleetx.resilience.progress import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.lost_peers import decide_end, is_end_decided
