@@ -10,8 +10,8 @@ import paddle
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
-from ppfleetx.parallel import param_broadcast
-from ppfleetx.parallel.param_broadcast import ParamBroadcast
+from ppfleetx.parallel import sharded_values
+from ppfleetx.parallel.sharded_values import ParamBroadcast
 from tests.helpers.ranks import fields_of
 
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
@@ -31,8 +31,8 @@ def test_each_layer_waits_for_its_own(monkeypatch):
         events.append(f"send {name} from {source}")
         return SimpleNamespace(wait=lambda: events.append(f"have {name}"))
 
-    monkeypatch.setattr(param_broadcast.distributed, "broadcast", broadcast)
-    monkeypatch.setattr(param_broadcast, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(sharded_values.distributed, "broadcast", broadcast)
+    monkeypatch.setattr(sharded_values, "SMALL_BYTES", 1000)
     parameters = [p for layer in layers for p in layer.parameters()]
     values = ParamBroadcast(parameters, owned_by(lambda p: int(p is layers[1].weight)), layers, 1 << 20)
     values.updated()

@@ -7,8 +7,8 @@ import paddle
 import pytest
 from paddle.base import core
 
-from ppfleetx.parallel import zero3
-from ppfleetx.parallel.zero3 import ParameterSharding
+from ppfleetx.parallel import sharded_values
+from ppfleetx.parallel.sharded_values import ParameterSharding
 
 LAYERS, WIDTH = 5, 64
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
@@ -47,7 +47,7 @@ def events(monkeypatch):
 
         return SimpleNamespace(wait=wait)
 
-    monkeypatch.setattr(zero3.distributed, "broadcast", broadcast)
+    monkeypatch.setattr(sharded_values.distributed, "broadcast", broadcast)
     return log
 
 
