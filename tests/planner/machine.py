@@ -12,7 +12,8 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import any_card, load_card
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
-from ppfleetx.planner.memory import stage_memory
+from ppfleetx.planner.memory import kept_gradients, stage_memory
+from ppfleetx.planner.parameters import held_parameters
 from tests.helpers.ranks import Pools
 from tests.planner import measured
 from tests.planner.plans import overrides, world_size
@@ -58,7 +59,7 @@ def compare_memory(
         for what, value in (
             ("parameters", predicted.parameters),
             ("states", predicted.optimizer),
-            ("gradients", predicted.whole_gradients),
+            ("gradients", kept_gradients(job, held_parameters(job, stage))),
             ("peak", predicted.tensors),
             ("start", predicted.start - predicted.context),
         ):
