@@ -258,10 +258,7 @@ class _Reception:
         return True if said is None else self._admit(line, said)
 
     def _admit(self, line: JsonConnection, said: Any) -> bool:
-        try:
-            name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
-        except (KeyError, TypeError):
-            return False
+        name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
         if number is None:
             name, number = f"{name} ({self._strangers[line]})", len(self._came)
         why = ""
@@ -286,10 +283,8 @@ class _Reception:
 
     def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
         text = f"{self._listed(missing)} did not connect to {self._where} within {seconds:g} s"
-        refused = [*dict.fromkeys(self._refused)]
-        refused += [f"{origin}, which connected and sent nothing" for origin in self._strangers.values()]
-        if refused:
-            text += f"; turned away: {'; '.join(refused)}"
+        if self._refused:
+            text += f"; turned away: {'; '.join(dict.fromkeys(self._refused))}"
         return RendezvousError(
             text,
             "start all of them with the same address, and let them through a firewall; if one was started, "
