@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from tests.parity.training import build, micro_batches, take_step
 
@@ -19,11 +20,7 @@ def messages(
     from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 
     log: Messages = []
-    exchange, send_meta, recv_meta = (
-        p2p._batched_p2p_ops,
-        p2p.SendRecvMeta.send_meta,
-        p2p.SendRecvMeta.recv_meta,
-    )
+    exchange = p2p._batched_p2p_ops
 
     def logged_exchange(send_prev: Any, recv_prev: Any, send_next: Any, recv_next: Any, hcg: Any) -> None:
         # Sends and receives in the order in which Paddle starts them.
@@ -36,26 +33,23 @@ def messages(
         log.append([what for what, tensors in directions if tensors is not None])
         exchange(send_prev, recv_prev, send_next, recv_next, hcg)
 
-    def logged_send_meta(*args: Any, **kwargs: Any) -> None:
-        log.extend([["send size"], ["send shape"]])
-        send_meta(*args, **kwargs)
+    def logged_meta(way: str) -> Any:
+        act = getattr(p2p.SendRecvMeta, f"{way}_meta")
 
-    def logged_recv_meta(*args: Any, **kwargs: Any) -> None:
-        log.extend([["recv size"], ["recv shape"]])
-        recv_meta(*args, **kwargs)
+        def logged(*args: Any, **kwargs: Any) -> None:
+            log.extend([[f"{way} size"], [f"{way} shape"]])
+            act(*args, **kwargs)
+
+        return mock.patch.object(p2p.SendRecvMeta, f"{way}_meta", logged)
 
     with paddle.utils.unique_name.guard():
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, {})
         if paddles_order:
             runner._pipeline._p2p_helper = p2p.P2pHelper(use_cache=True)
-        p2p._batched_p2p_ops = logged_exchange
-        p2p.SendRecvMeta.send_meta, p2p.SendRecvMeta.recv_meta = logged_send_meta, logged_recv_meta
-        try:
+        logged = mock.patch.object(p2p, "_batched_p2p_ops", logged_exchange)
+        with logged, logged_meta("send"), logged_meta("recv"):
             runner.eval_step(micro_batches(0, cfg, ctx))
             take_step(runner, 0, cfg, ctx)
-        finally:
-            p2p._batched_p2p_ops = exchange
-            p2p.SendRecvMeta.send_meta, p2p.SendRecvMeta.recv_meta = send_meta, recv_meta
     return [group for group in log if group]
 
 
@@ -77,16 +71,12 @@ def starts(
             ("send", "next"): send_next,
             ("recv", "next"): recv_next,
         }
-        [started] = [key for key, tensors in what.items() if tensors is not None]
-        log.append(started)
+        log.extend(key for key, tensors in what.items() if tensors is not None)
         return start(send_prev, recv_prev, send_next, recv_next, hcg)
 
     with paddle.utils.unique_name.guard():
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, extra)
         take_step(runner, 0, cfg, ctx)
-        p2p._p2p_ops = logged
-        try:
+        with mock.patch.object(p2p, "_p2p_ops", logged):
             take_step(runner, 1, cfg, ctx)
-        finally:
-            p2p._p2p_ops = start
     return log
