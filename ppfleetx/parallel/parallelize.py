@@ -94,8 +94,12 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train
 def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: ParallelContext) -> Any:
     from paddle.distributed import fleet
 
-    from ppfleetx.parallel.pipeline_messages import interleave_two_stages, take_turns
-    from ppfleetx.parallel.pipeline_schedules import AsyncPipeline, ListedPipeline
+    from ppfleetx.parallel.pipeline_schedules import (
+        AsyncPipeline,
+        ListedPipeline,
+        interleave_two_stages,
+        take_turns,
+    )
 
     if not groups_messages(ctx.device):
         take_turns()
