@@ -55,16 +55,23 @@ def compare_memory(
     rows = []
     for stage in range(job.plan.pp):
         predicted = stage_memory(job, Cluster(CARD), stage)
-        mine = [result for result in found if result["stage"] == stage]
-        for what, value in (
-            ("parameters", predicted.parameters),
-            ("states", predicted.optimizer),
-            ("gradients", kept_gradients(job, held_parameters(job, stage))),
-            ("peak", predicted.tensors),
-            ("start", predicted.start - predicted.context),
-        ):
-            rows.append(Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine)))
+        parts = {
+            "parameters": predicted.parameters,
+            "states": predicted.optimizer,
+            "gradients": kept_gradients(job, held_parameters(job, stage)),
+            "peak": predicted.tensors,
+            "start": predicted.start - predicted.context,
+        }
+        rows += _fullest_ranks(parts, found, stage)
     return rows
+
+
+def _fullest_ranks(parts: dict[str, float], found: list[dict[str, Any]], stage: int) -> list[Compared]:
+    mine = [result for result in found if result["stage"] == stage]
+    return [
+        Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine))
+        for what, value in parts.items()
+    ]
 
 
 def compare_device_memory(
@@ -107,13 +114,8 @@ def compare_device_memory(
     rows = []
     for stage in range(predicted_case.plan.pp):
         predicted = stage_memory(predicted_case, Cluster(card), stage)
-        mine = [peaks for peaks in found if peaks["stage"] == stage]
-        for what, value in (
-            ("start", predicted.start),
-            ("step", predicted.total),
-            ("save", predicted.save),
-        ):
-            rows.append(Compared(f"{what} of stage {stage}", value, max(peaks[what] for peaks in mine)))
+        parts = {"start": predicted.start, "step": predicted.total, "save": predicted.save}
+        rows += _fullest_ranks(parts, found, stage)
     return rows
 
 
