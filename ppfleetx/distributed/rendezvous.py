@@ -195,7 +195,6 @@ class _Reception:
         self._where, self._size = "{}:{}".format(*point), size
         self._came: dict[int, Member] = {0: own}
         self._lines: dict[int, JsonConnection] = {}
-        self._numbers: dict[JsonConnection, int] = {}
         # Addresses of connections that have not identified themselves.
         self._strangers: dict[JsonConnection, str] = {}
         self._refused: list[str] = []
@@ -250,7 +249,7 @@ class _Reception:
         except OSError as error:
             if line in self._strangers:
                 return False
-            name = self._came[self._numbers[line]].name
+            name = next(self._came[number].name for number, one in self._lines.items() if one is line)
             raise RendezvousError(
                 f"{name} ended before all had connected ({error.strerror})",
                 "look at its log (workerlog.N of its machine)",
@@ -273,7 +272,7 @@ class _Reception:
             return False
         del self._strangers[line]
         self._came[number] = Member(name, number, address and tuple(address))
-        self._lines[number], self._numbers[line] = line, number
+        self._lines[number] = line
         return True
 
     def _listed(self, numbers: Sequence[int]) -> str:
@@ -314,19 +313,19 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
         if "refused" not in said:
             said = line.receive(deadline + MARGIN_SECONDS)
         if "refused" not in said:
-            addresses = [one and (str(one[0]), int(one[1])) for one in said["addresses"]]
+            addresses = [one and tuple(one) for one in said["addresses"]]
             return Members(said["number"], said["names"], addresses, {0: line})
     except TimeoutError as error:
         line.close()
         raise _silent(first, seconds, is_heard=is_heard) from error
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
         line.close()
         raise RendezvousError(
             f"{first} ended before all had connected, or what answers there is something else: {error}",
             "look at its log; does another program hold that port?",
         ) from error
     line.close()
-    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("fix")))
+    raise RendezvousError(f"{first} says: {said['refused']}", said["fix"])
 
 
 def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socket:

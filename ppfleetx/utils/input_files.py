@@ -81,8 +81,6 @@ def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointEr
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise error(f"{place} is nested too deeply") from None
     except ValueError as reason:
         raise error(f"{place} is not valid JSON: {reason}") from reason
     if not isinstance(value, dict):
