@@ -31,8 +31,9 @@ from ppfleetx.optims.gradients import complete_gradient, is_in_use, scale_to_nor
 from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.sharded_values import ParamBroadcast, ParameterSharding
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
     from ppfleetx.parallel.sharding import Sharding
+    from ppfleetx.parallel.zero3 import ParameterSharding
 
 
 class GradientSync:

@@ -32,9 +32,10 @@ from ppfleetx.parallel.mixed_precision import Precision
 from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
 
 if TYPE_CHECKING:
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
     from ppfleetx.parallel.pipeline import StagePipeline
-    from ppfleetx.parallel.sharded_values import ParamBroadcast, ParameterSharding
     from ppfleetx.parallel.sharding import Sharding
+    from ppfleetx.parallel.zero3 import ParameterSharding
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> StepRunner:
@@ -194,7 +195,8 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> ParamBroadcast | ParameterSharding:
-    from ppfleetx.parallel.sharded_values import ParamBroadcast, ParameterSharding
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
+    from ppfleetx.parallel.zero3 import ParameterSharding
 
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:

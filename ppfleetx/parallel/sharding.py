@@ -2,7 +2,7 @@
 
 One rank owns each parameter as a whole. From stage 1 on, only this owner keeps the parameter's optimizer
 states and updates it. From stage 2 on, most gradients are kept only by the owner between backward passes. In
-stage 3, only the owner keeps the parameter's values between uses (``sharded_values.py``).
+stage 3, only the owner keeps the parameter's values between uses (``zero3.py``).
 """
 
 from __future__ import annotations

@@ -95,13 +95,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "sep": Option("ppfleetx.nn.context_parallel:exchange", plan={"sep": 2}),
     "sharding_1": Option(
-        "ppfleetx.parallel.sharded_values:ParamBroadcast.updated", plan={**_SHARDED, "sharding_stage": 1}
+        "ppfleetx.parallel.param_broadcast:ParamBroadcast.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
     "sharding_2": Option(
         "ppfleetx.parallel.sharding:Sharding._send_full", plan={**_SHARDED, "sharding_stage": 2}
     ),
     "sharding_3": Option(
-        "ppfleetx.parallel.sharded_values:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}
+        "ppfleetx.parallel.zero3:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}
     ),
     "offload": Option(
         "ppfleetx.optims.optimizer:copy_to_host",

@@ -13,8 +13,9 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
-from ppfleetx.parallel import sharded_values
-from ppfleetx.parallel.sharded_values import ParamBroadcast, ParameterSharding
+from ppfleetx.parallel import param_broadcast
+from ppfleetx.parallel.param_broadcast import ParamBroadcast
+from ppfleetx.parallel.zero3 import ParameterSharding
 from tests.helpers.ranks import fields_of
 
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
@@ -34,8 +35,8 @@ def test_each_layer_waits_for_its_own(monkeypatch):
         events.append(f"send {name} from {source}")
         return SimpleNamespace(wait=lambda: events.append(f"have {name}"))
 
-    monkeypatch.setattr(sharded_values.distributed, "broadcast", broadcast)
-    monkeypatch.setattr(sharded_values, "SMALL_BYTES", 1000)
+    monkeypatch.setattr("paddle.distributed.broadcast", broadcast)
+    monkeypatch.setattr(param_broadcast, "SMALL_BYTES", 1000)
     parameters = [p for layer in layers for p in layer.parameters()]
     values = ParamBroadcast(parameters, owned_by(lambda p: int(p is layers[1].weight)), layers, 1 << 20)
     values.updated()
@@ -64,7 +65,7 @@ def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
     """The stand-in broadcast fills its tensor only when it is waited for."""
     plan = fields_of(Plan(sharding=2, sharding_stage=stage))
     run = lambda overlaps: comparison.pools(2).run(  # noqa: E731
-        "tests.parallel.test_sharded_values:read_after_steps", plan=plan, overlaps=overlaps
+        "tests.parallel.test_param_broadcast:read_after_steps", plan=plan, overlaps=overlaps
     )
     overlapped, waited = run(True), run(False)
     assert overlapped == waited
@@ -75,7 +76,7 @@ def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
 def test_what_a_step_reads_waits_for_no_new_values(comparison, stage):
     """Otherwise a GPU would receive all values before the forward pass, and nothing would overlap."""
     plan = fields_of(Plan(sharding=2, sharding_stage=stage))
-    target = "tests.parallel.test_sharded_values:under_way_between_steps"
+    target = "tests.parallel.test_param_broadcast:under_way_between_steps"
     for updated, read in comparison.pools(2).run(target, plan=plan):
         assert min(updated) > 0 and read == updated
 
@@ -118,7 +119,7 @@ def events(monkeypatch):
 
         return SimpleNamespace(wait=wait)
 
-    monkeypatch.setattr(sharded_values.distributed, "broadcast", broadcast)
+    monkeypatch.setattr("paddle.distributed.broadcast", broadcast)
     return log
 
 
