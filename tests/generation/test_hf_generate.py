@@ -10,7 +10,7 @@ import pytest
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.decode_loop import Rules, decode, greedy
+from ppfleetx.generation.decode_loop import Rules, decode
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.logits_processors import candidates
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, process_logits
@@ -86,7 +86,7 @@ def test_greedy(next_token: NextTokenModel, family: str, case: str, use_cache: b
     prompts, expected = comparable(golden)
     session = DecodingSession(next_token, prompts, use_cache=use_cache)
     with paddle.no_grad():
-        rows = decode(session, greedy, rules, [GOLDEN["new_tokens"]] * len(prompts))
+        rows = decode(session, rules, [GOLDEN["new_tokens"]] * len(prompts))
     assert [[row.ids] for row in rows] == expected
 
 

@@ -23,18 +23,16 @@ from paddle import nn
 from paddle.jit.dy2static import convert_call_func, program_translator
 from paddle.static import InputSpec
 
-from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
+from ppfleetx.deploy.export_dir import BLOCKS_FILE, CPU_OPS_FILE, QUANTIZED_OPS_FILE
 from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache, preallocated
 from ppfleetx.deploy.static.experts import grouped_matrices_of
 from ppfleetx.deploy.static.linear import (
     Matrix,
-    ProgramBlocks,
     QuantizedProgramMatrix,
     begin,
     make_weights,
     matrices_of,
     program_blocks,
-    run_blocks,
     use_panels,
 )
 from ppfleetx.deploy.static.sampling import (
@@ -46,6 +44,7 @@ from ppfleetx.deploy.static.sampling import (
     nucleus_by_buckets,
 )
 from ppfleetx.generation.decoding_session import NextTokenModel
+from ppfleetx.generation.fused_blocks import FusedBlocks
 from ppfleetx.generation.gumbel_sampling import draw
 from ppfleetx.generation.logits_processors import (
     forbid,
@@ -56,7 +55,7 @@ from ppfleetx.generation.logits_processors import (
 )
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
-from ppfleetx.nn.cpu_ops.compiled import WIDTH
+from ppfleetx.nn.cpu_ops.fused_blocks import BlockWeights
 from ppfleetx.nn.latent_attention import LatentAttention
 
 
@@ -132,7 +131,7 @@ def save_program(
             weights = f"{path.name}.pdiparams"
             if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
                 raise RuntimeError("the two programs of an export do not have the same weights")
-            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name(WIDTH)))
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name))
 
 
 def _save(program: GenerationProgram, path: Path) -> None:
@@ -165,7 +164,8 @@ class GenerationProgram(nn.Layer):
                 layer.keep_projections()  # in buffers, which are constants of the program
         self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
         self.grouped = grouped_matrices_of(self.model)
-        self.blocks: ProgramBlocks | None = None
+        self.blocks: FusedBlocks | None = None
+        self.block_weights: BlockWeights | None = None
         self.head: Matrix | None = None
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
@@ -179,12 +179,12 @@ class GenerationProgram(nn.Layer):
     def is_quantized(self) -> bool:
         return any(isinstance(matrix, QuantizedProgramMatrix) for matrix in self.matrices)
 
-    def file_name(self, width: int) -> str:
-        """Return the file name of this program with C++ operators that store matrices in groups of ``width``
-        columns. The name says which C++ operators the program uses."""
+    @property
+    def file_name(self) -> str:
+        """The file name of this program with C++ operators. It says which ones the program uses."""
         if self.blocks is not None:
-            return blocks_file(width)
-        return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
+            return BLOCKS_FILE
+        return QUANTIZED_OPS_FILE if self.is_quantized else CPU_OPS_FILE
 
     def use_cpu_ops(self) -> None:
         """Let the program use our C++ operators where they support the model."""
@@ -212,7 +212,7 @@ class GenerationProgram(nn.Layer):
         # Not in a branch, so that the weights are prepared only once, when the program is loaded.
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
-        make_weights(self.blocks)
+        self.block_weights = make_weights(self.blocks)
         step = paddle.zeros([1], "int64")
         length = tokens.shape[1]
         limits = max_new_tokens
@@ -391,7 +391,7 @@ class GenerationProgram(nn.Layer):
         position_ids = state[1]
         state = embedding(state, cache)
         if self.blocks is not None and cache.past:
-            hidden = run_blocks(self.blocks, state[0], position_ids, cache)
+            hidden, cache.extended = self.blocks.run_with(self.block_weights, state[0], position_ids, cache)
         else:
             for stage in trunk:
                 state = stage(state, cache)

@@ -19,19 +19,13 @@ from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from tests.deploy.exports import write_run
+from tests.deploy.exports import GPT2_STYLE, write_run
 from tests.goldens.chat_styles import GPT2
 from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[3]
 # Positions enough that an answer can take longer than any test.
-MODEL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 8192,
-}
+MODEL = {**GPT2_STYLE, "max_position_embeddings": 8192}
 TOOLS = "{%- if tools %}{{- tools | tojson }}{%- endif %}"
 ENDLESS = {"max_tokens": 8000, "min_tokens": 8000}
 KEY = "a-secret-key"
