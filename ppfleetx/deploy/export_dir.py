@@ -243,32 +243,27 @@ def check_inference(cfg: RunConfig, device: str) -> None:
     """Raise ConfigError if this machine cannot run exported programs with the options of ``Inference``."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
-        raise _refusal(
-            cfg,
-            "mp_degree",
+        raise cfg.error(
+            "Inference.mp_degree",
             "an export holds the whole model (Paddle's export silently leaves out communication), so "
             f"this is 1; for a model larger than one device, {_INSTEAD} under Distributed.mp_degree",
         )
     if device != "cpu":
         for key, plain in (("onednn", False), ("precision", "fp32"), ("cpu_threads", None)):
             if getattr(options, key) != plain:
-                raise _refusal(cfg, key, f"is for the CPU, and Global.device is {device}")
+                raise cfg.error(f"Inference.{key}", f"is for the CPU, and Global.device is {device}")
         return
     if options.TensorRT is not None:
-        raise _refusal(
-            cfg, "TensorRT", "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null"
+        raise ConfigError(
+            "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null",
+            key="Inference.TensorRT",
+            place=cfg.origins.get("Inference.TensorRT"),
         )
     if options.precision == "bf16" and not has_bfloat16():
-        raise _refusal(cfg, "precision", f"this CPU has none of {', '.join(sorted(BFLOAT16))}; use fp32")
+        rule = f"this CPU has none of {', '.join(sorted(BFLOAT16))}; use fp32"
+        raise cfg.error("Inference.precision", rule)
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Return whether the CPU has bfloat16 matrix instructions, according to the file ``cpuinfo``."""
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(BFLOAT16)
-
-
-def _refusal(cfg: RunConfig, key: str, rule: str) -> ConfigError:
-    name = f"Inference.{key}"
-    value = getattr(cfg.Inference, key)
-    shown = {} if key == "TensorRT" else {"value": value}
-    return ConfigError(rule, key=name, place=cfg.origins.get(name), **shown)

@@ -118,6 +118,12 @@ class Server:
         raise AssertionError(f"the server did not start:\n{self.log}")
 
 
+def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:
+    """The error in an answer that must have this status."""
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").status_code == 200

@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation.generator import Generator
-from tests.deploy.server.conftest import ENDLESS, Server
+from tests.deploy.server.conftest import ENDLESS, Server, error_of
 
 PROMPTS = ["the cat", "and", "the other hat and the other cat and", "x\nyé", "hat the hat " * 5]
 
@@ -161,9 +161,7 @@ def test_models(client: openai.OpenAI) -> None:
     ],
 )
 def test_a_wrong_request_is_refused(server: Server, body: dict, param: str, message: str) -> None:
-    answer = server.complete(**body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = error_of(server.complete(**body), 400)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
@@ -188,8 +186,7 @@ def test_a_malformed_body_is_refused(server: Server, content: bytes, message: st
     answer = server.http.post(
         "/v1/completions", content=content, headers={"Content-Type": "application/json"}
     )
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    assert message in error_of(answer, 400)["message"]
 
 
 def test_what_changes_nothing_may_be_sent(server: Server) -> None:
