@@ -61,8 +61,7 @@ def rules_of(family: str, options: dict) -> Rules:
 def row_options(options: dict) -> SamplingParams:
     """Options of transformers that act on logits; a bias is of single tokens here."""
     known = {key: value for key, value in options.items() if key in SamplingParams.__dataclass_fields__}
-    for key in ("suppress_tokens",):
-        known |= {key: tuple(options[key])} if key in options else {}
+    known["suppress_tokens"] = tuple(options.get("suppress_tokens", ()))
     known["bad_words"] = tuple(map(tuple, options.get("bad_words_ids", ())))
     known["logit_bias"] = tuple((ids[0], bias) for ids, bias in options.get("sequence_bias", ()))
     return SamplingParams(**known)

@@ -42,8 +42,9 @@ def ids_of(generator: Generator, **keys: object) -> list[tuple[int, ...]]:
     return [one.ids for each in generator.generate(PROMPTS, GenerationConfig(**keys)) for one in each]
 
 
-def test_temperature_0_is_greedy_search(generator: Generator) -> None:
-    assert ids_of(generator, max_dec_len=24, temperature=0, top_p=0.5) == ids_of(generator, **GREEDY)
+@pytest.mark.parametrize("keys", [{"temperature": 0, "top_p": 0.5}, {"min_p": 1, "seed": 3}], ids=str)
+def test_options_that_leave_only_the_likeliest_token(generator: Generator, keys: dict) -> None:
+    assert ids_of(generator, max_dec_len=24, **keys) == ids_of(generator, **GREEDY)
 
 
 def test_what_ends_a_continuation(generator: Generator, tokenizer) -> None:
@@ -222,8 +223,3 @@ def test_an_exported_program_says_what_it_does_not_read(keys: dict) -> None:
     with pytest.raises(ConfigError) as error:
         check_generation(GenerationConfig(**keys))
     assert error.value.key == f"Generation.{next(iter(keys))}"
-
-
-def test_min_p_of_1_leaves_the_likeliest_token(generator: Generator) -> None:
-    greedy = {**GREEDY, "max_dec_len": 16}
-    assert ids_of(generator, max_dec_len=16, min_p=1, seed=3) == ids_of(generator, **greedy)
