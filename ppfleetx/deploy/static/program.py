@@ -24,7 +24,7 @@ from paddle.jit.dy2static import convert_call_func, program_translator
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.export_dir import BLOCKS_FILE, CPU_OPS_FILE, QUANTIZED_OPS_FILE
-from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache, preallocated
+from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache, with_room
 from ppfleetx.deploy.static.experts import grouped_matrices_of
 from ppfleetx.deploy.static.linear import (
     Matrix,
@@ -46,6 +46,7 @@ from ppfleetx.deploy.static.sampling import (
 from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.fused_blocks import FusedBlocks
 from ppfleetx.generation.gumbel_sampling import draw
+from ppfleetx.generation.kv_cache import ROOM
 from ppfleetx.generation.logits_processors import (
     forbid,
     is_any_of,
@@ -263,7 +264,7 @@ class GenerationProgram(nn.Layer):
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
         finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1)
         while paddle.logical_not(finished.all()):
-            past = preallocated(past)
+            past = with_room(past, ROOM)
             end = past[0].shape[2]
             while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
                 logits, past = self._append(token, past, length + step, padding)

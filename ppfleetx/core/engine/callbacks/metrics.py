@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import inspect
 import json
 import math
@@ -23,7 +24,7 @@ from ppfleetx.core.engine.callbacks.log_lines import Periodic
 from ppfleetx.core.engine.check_output_dir import METRICS_FILE
 from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.loggers.base import LogStart, LogWriter
-from ppfleetx.core.loggers.files import VisualDL, visual_dl_is_installed
+from ppfleetx.core.loggers.files import VisualDL
 from ppfleetx.resilience.loss_spikes import Spike
 from ppfleetx.resilience.stragglers import Stragglers
 from ppfleetx.utils.log import get_logger
@@ -271,7 +272,7 @@ class LogWriters(Recorder):
         """Create the callback with VisualDL as its only writer. Returns None when not training, if VisualDL
         is not installed, or if ``Engine.loggers`` already names it."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
-        if named or not setup.trains or not visual_dl_is_installed():
+        if named or not setup.trains or importlib.util.find_spec("visualdl") is None:
             return None
         return cls({"visualdl": VisualDL(setup.output_dir)}, setup.cfg.Engine.logging_freq)
 
