@@ -220,11 +220,10 @@ class GenerationProgram(nn.Layer):
         padding = padding.unsqueeze(-1)
         start = padding.astype("int32")
         positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
-        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), LoopCache([]))
-        logits = self._process(logits, tokens, step, end_ids, min_new_tokens, repetition_penalty)
-        token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
         rules = (end_ids, min_new_tokens, repetition_penalty)
         sampling = (exponentials, temperature, top_k, top_p)
+        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), LoopCache([]))
+        token = self._choose(self._process(logits, tokens, step, *rules), step, *sampling)
         # Outside of branches, so that panels are computed only once, when the program is loaded.
         panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
         if tokens.shape[0] > 1:
@@ -257,8 +256,7 @@ class GenerationProgram(nn.Layer):
                 original matrices are used.
         """
         use_panels(self.matrices, panels)
-        end_ids, min_new_tokens, repetition_penalty = rules
-        exponentials, temperature, top_k, top_p = sampling
+        end_ids = rules[0]
         length = tokens.shape[1]
         step = paddle.zeros([1], "int64")
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
@@ -269,8 +267,7 @@ class GenerationProgram(nn.Layer):
             while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
                 logits, past = self._append(token, past, length + step, padding)
                 step = step + 1
-                logits = self._process(logits, history, step, end_ids, min_new_tokens, repetition_penalty)
-                token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
+                token = self._choose(self._process(logits, history, step, *rules), step, *sampling)
                 history = paddle.concat([history, token.unsqueeze(-1)], axis=1)
                 is_last = paddle.logical_or(is_any_of(token, end_ids), limits <= step + 1)
                 finished = paddle.logical_or(finished, is_last)
@@ -374,8 +371,7 @@ class GenerationProgram(nn.Layer):
         step = paddle.full([1], step, "int64")
         position = paddle.full([1, 1], history.shape[0] - 1, "int64")
         logits, past = self._run_model((history[-1:].unsqueeze(0), position), LoopCache(past))
-        logits = self._process(logits, history.unsqueeze(0), step, *rules)
-        return self._choose(logits, step, *sampling), past
+        return self._choose(self._process(logits, history.unsqueeze(0), step, *rules), step, *sampling), past
 
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | PreallocatedCache, last_only: bool = True

@@ -1,6 +1,7 @@
 """A checkpoint with a tiny model, and servers of it as processes of their own."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -152,15 +154,22 @@ def make_served_checkpoint(directory: Path) -> Path:
     return directory
 
 
+@contextlib.contextmanager
+def running(checkpoint: Path, log: Path, *overrides: str, **options: Any) -> Iterator[Server]:
+    """A server, which ends well."""
+    server = Server(checkpoint, log, *overrides, **options)
+    yield server
+    assert server.stop() == 0, server.log
+    assert "Traceback" not in server.log
+
+
 @pytest.fixture(scope="session")
 def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server as it is by default, but for its batch."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    running = Server(served_checkpoint, log, "Serve.max_batch_size=8", executed=True)
-    yield running
-    assert running.stop() == 0, running.log
-    assert "Traceback" not in running.log
-    assert "stopped by SIGTERM" in running.log
+    with running(served_checkpoint, log, "Serve.max_batch_size=8", executed=True) as server:
+        yield server
+    assert "stopped by SIGTERM" in server.log
 
 
 @pytest.fixture(scope="session")
@@ -170,10 +179,8 @@ def strict_server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     limits = {"max_batch_size": 2, "max_waiting": 1, "max_body_bytes": 2000}
     overrides = [f"Serve.{name}={value}" for name, value in limits.items()]
     overrides.append(f"Serve.allowed_origins=[{ORIGIN}]")
-    running = Server(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY)
-    yield running
-    running.stop()
-    assert "Traceback" not in running.log
+    with running(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

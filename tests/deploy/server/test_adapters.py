@@ -30,7 +30,7 @@ from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.layer_factory import InferenceFactory
 from ppfleetx.utils.bfloat16 import from_bfloat16, to_bfloat16
 from tests.deploy.server.browser import is_installed, started
-from tests.deploy.server.conftest import MODEL, Server, command
+from tests.deploy.server.conftest import MODEL, Server, command, running
 from tests.helpers import programs
 
 PROMPTS = ["the cat and", "the hat", "a"]
@@ -84,10 +84,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, served_checkpoint: Path) 
 def server(adapters, served_checkpoint, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "adapters.log"
     names = ", ".join(f"{name}: {place}" for name, place in adapters.items())
-    server = Server(served_checkpoint, log, f"Serve.adapters={{{names}}}", "Serve.max_batch_size=9")
-    yield server
-    assert server.stop() == 0, server.log
-    assert "Traceback" not in server.log
+    with running(served_checkpoint, log, f"Serve.adapters={{{names}}}", "Serve.max_batch_size=9") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
