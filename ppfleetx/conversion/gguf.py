@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.resume_policy import network
@@ -29,8 +29,8 @@ from ppfleetx.conversion.gguf_config import (
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
+from ppfleetx.conversion.huggingface.directory import as_weights
 from ppfleetx.conversion.huggingface.families import FAMILIES
-from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.json_files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -67,9 +67,8 @@ def read_gguf(path: str | Path) -> Weights:
     path = Path(path)
     metadata, tensors = _opened(path)
     factors = {name: tensors.pop(name).read() for name in ROPE_FACTORS if name in tensors}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
-        config = config_of(metadata, shapes, factors)
+        config = config_of(metadata, {name: tensor.shape for name, tensor in tensors.items()}, factors)
         keys = model_keys(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -77,36 +76,15 @@ def read_gguf(path: str | Path) -> Weights:
     names = _name_converter(config)
     ours = {}
     for rule in rules(config):
-        parts = []
-        for theirs, shape in zip(rule.theirs, rule.shapes, strict=True):
-            name = names(theirs)
-            wanted = shape[::-1] if _is_transposed(theirs, config) else shape
-            if name not in tensors:
-                raise CheckpointError(f"{path} lacks the tensor {name}")
-            if shapes[name] != wanted:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(shapes[name])}, its metadata ask for {list(wanted)}"
-                )
-            parts.append(_in_hf_layout(tensors.pop(name), theirs, shape, config))
-        ours[rule.ours] = derive(parts, rule.shape, rule.join, rule.ours)
+        if missing := [name for name in map(names, rule.theirs) if name not in tensors]:
+            raise CheckpointError(f"{path} lacks the tensor {missing[0]}")
+        parts = [_in_hf_layout(tensors.pop(names(theirs)), theirs, config) for theirs in rule.theirs]
+        ours[rule.ours] = rule.joined(parts, path)
     if tensors:
         raise CheckpointError(
             f"{path} holds tensors that this network does not have: {', '.join(sorted(tensors)[:4])}"
         )
-    own = generation_config_of(metadata, config)
-    generation, notes = generation_defaults(own, config)
-    source: dict[str, Any] = {"format": "hf", "config": config}
-    if own is not None:
-        source["generation_config"] = own
-    return Weights(
-        str(path),
-        ours,
-        model=keys,
-        vocab_size=keys["vocab_size"],
-        source=source,
-        generation=generation,
-        notes=tuple(notes),
-    )
+    return as_weights(path, ours, keys, config, generation_config_of(metadata, config))
 
 
 def extract_tokenizer(path: str | Path, directory: Path) -> Path:
@@ -194,9 +172,8 @@ def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
     return config["model_type"] == "gpt2" and ".h." in name
 
 
-def _in_hf_layout(
-    stored: LazyTensor, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
-) -> LazyTensor:
+def _in_hf_layout(stored: LazyTensor, name: str, config: Mapping[str, Any]) -> LazyTensor:
+    shape = stored.shape[::-1] if _is_transposed(name, config) else stored.shape
     if len(shape) == 1:
         stored = stored.cast("F32")  # numbers are added to norms
     return LazyTensor(stored.dtype, shape, lambda: _reshaped(stored.read(), name, config, to_file=False))
