@@ -243,18 +243,21 @@ def write_gguf(
     metadata = metadata_of(config, row, model)
     _check_same(model, metadata, theirs, factors)
     types = {name: kinds[_stored_type(name, tensor, dtype)] for name, tensor in theirs.items()}
-    kind = dtype or next(iter(theirs.values())).dtype
+    kind = (dtype or next(iter(theirs.values())).dtype).upper()
     metadata |= {
         "general.type": "model",
         "general.name": path.stem,
-        "general.file_type": int(library.LlamaFileType[_FILE_TYPES[kind]]),
+        "general.file_type": int(library.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"]),
         "general.quantization_version": library.GGML_QUANT_VERSION,
         **tokenizer_metadata(tokenizer, model.vocab_size),
     }
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         writer = library.GGUFWriter(Path(scratch) / path.name, row.name)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add |= {str: writer.add_string, list: writer.add_array}
         for key, value in metadata.items():
-            _add(writer, key, value)
+            if key != "general.architecture":  # the writer adds this key
+                add[type(value)](key, value)
         for name, tensor in theirs.items():
             block, size = library.GGML_QUANT_SIZES[types[name]]
             num_bytes = int(np.prod(tensor.shape)) // block * size
@@ -268,16 +271,6 @@ def write_gguf(
                 writer.write_tensor_data(library.quants.quantize(values, types[name]))
         writer.close()
         (Path(scratch) / path.name).replace(path)
-
-
-_FILE_TYPES = {
-    "F32": "ALL_F32",
-    "F16": "MOSTLY_F16",
-    "BF16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-    "q4_1": "MOSTLY_Q4_1",
-}
 
 
 def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[str, Any]) -> LazyTensor:
@@ -318,18 +311,3 @@ def _check_same(
         found = [str(error)]
     if reasons := ", ".join(found):
         raise CheckpointError(f"this network cannot be written as GGUF: {reasons}")
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if key == "general.architecture":
-        return  # the writer adds this key
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
