@@ -90,9 +90,14 @@ def _write(job: Conversion, weights: Weights) -> Path:
         return write_ppfleetx(weights, tensors, model, job.output)
     tokenizer = None if weights.tokenizer_dir is None else load_tokenizer(weights.tokenizer_dir)
     if job.target == "hf":
-        ids, source = _token_ids(tokenizer), weights.source
-        directory = weights.tokenizer_dir
-        write_hf(tensors, model, job.output, source=source, tokenizer_dir=directory, token_ids=ids)
+        write_hf(
+            tensors,
+            model,
+            job.output,
+            source=weights.source,
+            tokenizer_dir=weights.tokenizer_dir,
+            token_ids=_token_ids(tokenizer),
+        )
         return job.output
     if tokenizer is None:
         raise CheckpointError(
