@@ -13,9 +13,9 @@ import paddle
 from paddle import nn
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.state_dict import load_model, model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.loader import load_config
