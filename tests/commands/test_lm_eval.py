@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ppfleetx.commands.lm_eval import find_tasks, load_model, measure
-from ppfleetx.commands.lm_eval_task_options import generation_options
 from ppfleetx.commands.model_verbs import LmEval
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -37,22 +36,66 @@ metric_list:
 """
 
 
-def test_options_of_tasks_in_words_of_ours() -> None:
-    assert generation_options({"until": ["\n", ""], "do_sample": False, "temperature": 0.0}, 9) == (
-        {"max_dec_len": 9, "decode_strategy": "greedy_search"},
-        ["\n"],
-    )
-    assert generation_options({"until": "x", "max_gen_toks": 5, "temperature": 0.7, "top_p": 0.9}, 9) == (
-        {"max_dec_len": 5, "top_k": 50, "top_p": 0.9, "decode_strategy": "sampling", "temperature": 0.7},
-        ["x"],
-    )
-    options, stops = generation_options({"num_beams": 3, "max_new_tokens": 4, "top_k": 50}, 9)
-    beams = {"max_dec_len": 4, "num_beams": 3, "decode_strategy": "beam_search", "length_penalty": 1.0}
-    assert (options, stops) == (beams, [])
-    with pytest.raises(ConfigError, match="num_beams = 3"):
-        generation_options({"num_beams": 3, "do_sample": True}, 9)
-    with pytest.raises(ConfigError, match=r"eta_cutoff = 0\.2"):
-        generation_options({"eta_cutoff": 0.2}, 9)
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Our module with stand-ins for the harness, which need not be installed."""
+
+    class TemplateLM:
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            before = self.tok_encode(context)
+            return before, self.tok_encode(context + continuation)[len(before) :]
+
+    def windows(
+        token_list: list[int], prefix_token: int, *_: int, **__: int
+    ) -> list[tuple[list[int], list[int]]]:
+        return [([prefix_token], token_list)]
+
+    modules = {
+        "lm_eval.api.instance": {"Instance": object},
+        "lm_eval.api.model": {"TemplateLM": TemplateLM},
+        "lm_eval.utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda pair: pair},
+    }
+    for name in ("lm_eval", "lm_eval.api", *modules):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model", raising=False)
+    module = importlib.import_module("ppfleetx.commands.lm_eval_model")
+    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "stops"),
+    [
+        (
+            {"until": ["\n", ""], "do_sample": False, "temperature": 0.0},
+            {"max_dec_len": 9, "decode_strategy": "greedy_search"},
+            ["\n"],
+        ),
+        (
+            {"until": "x", "max_gen_toks": 5, "temperature": 0.7, "top_p": 0.9},
+            {"max_dec_len": 5, "top_k": 50, "top_p": 0.9, "decode_strategy": "sampling", "temperature": 0.7},
+            ["x"],
+        ),
+        (
+            {"num_beams": 3, "max_new_tokens": 4, "top_k": 50},
+            {"max_dec_len": 4, "num_beams": 3, "decode_strategy": "beam_search", "length_penalty": 1.0},
+            [],
+        ),
+    ],
+)
+def test_options_of_tasks_in_words_of_ours(ours: ModuleType, asked: dict, options: dict, stops: list) -> None:
+    assert ours.generation_options(asked, 9) == (options, stops)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [({"num_beams": 3, "do_sample": True}, "num_beams = 3"), ({"eta_cutoff": 0.2}, r"eta_cutoff = 0\.2")],
+)
+def test_options_that_generation_lacks_are_named(ours: ModuleType, asked: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ours.generation_options(asked, 9)
 
 
 @pytest.fixture(scope="module")
@@ -177,37 +220,13 @@ def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) 
         LmEval(config="there is no such file", tasks="a task").run()
 
 
-def test_bos_begins_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness's classes are stand-ins here: what counts is which ids are scored after which."""
-
-    class TemplateLM:
-        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            before = self.tok_encode(context)
-            return before, self.tok_encode(context + continuation)[len(before) :]
-
-    def windows(
-        token_list: list[int], prefix_token: int, *_: int, **__: int
-    ) -> list[tuple[list[int], list[int]]]:
-        return [([prefix_token], token_list)]
-
-    modules = {
-        "lm_eval.api.instance": {"Instance": object},
-        "lm_eval.api.model": {"TemplateLM": TemplateLM},
-        "lm_eval.utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda pair: pair},
-    }
-    for name in ("lm_eval", "lm_eval.api", *modules):
-        module = ModuleType(name)
-        vars(module).update(modules.get(name, {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model", raising=False)
-    harness_model = importlib.import_module("ppfleetx.commands.lm_eval_model")
-    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model")
+def test_bos_begins_a_text_once(ours: ModuleType) -> None:
     for name in ("llama2", "llama3", "gpt2"):
         tokenizer = Tokenizer.load(GOLDENS / "tokenizers" / name)
         generator = SimpleNamespace(
             tokenizer=tokenizer, max_positions=64, next_token_model=SimpleNamespace(model=None)
         )
-        model = harness_model.HarnessModel(generator, 600)
+        model = ours.HarnessModel(generator, 600)
         scored: list[tuple[list[int], list[int]]] = []
         model._loglikelihood_tokens = lambda parts, scored=scored, **_: (
             scored.extend((before, after) for _, before, after in parts) or [(0.0, True)] * len(parts)
