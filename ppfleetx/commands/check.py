@@ -37,7 +37,6 @@ from ppfleetx.utils.gpu_operators import host_operator_notes
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
-_MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
@@ -143,9 +142,7 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
         if plan.virtual_pp_degree > 1:
             text += f" ({plan.virtual_pp_degree} chunks of {chunks[0]})"
     else:
-        sizes = ["+".join(map(str, stage[:_MAX_STAGES_SHOWN])) for stage in stages[:_MAX_STAGES_SHOWN]]
-        more = ", ..." if plan.num_chunks > _MAX_STAGES_SHOWN else ""
-        text = f"stages of {', '.join(sizes)}{more} layers"
+        text = f"stages of {', '.join('+'.join(map(str, stage)) for stage in stages)} layers"
     idle = bubble_share(plan, cfg.batch.accumulate_steps)
     micro_batches = f"{counted(cfg.batch.accumulate_steps, 'micro batch')} per step"
     return [_line("pipeline", text), _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")]
@@ -231,17 +228,11 @@ def _ramp_lines(cfg: RunConfig) -> list[str]:
 
 def _batch_lines(cfg: RunConfig) -> list[str]:
     batch, plan = cfg.batch, cfg.plan
+    local = batch.local_batch_size
+    ranks = f"{plan.data_size} data ranks (dp {plan.dp} x sharding {plan.sharding})"
     lines = [
-        _line(
-            "batch",
-            f"global {batch.global_batch_size} = local {batch.local_batch_size} x {plan.data_size} data "
-            f"ranks (dp {plan.dp} x sharding {plan.sharding})",
-        ),
-        _line(
-            "",
-            f"local {batch.local_batch_size} = micro {batch.micro_batch_size} x accumulate "
-            f"{batch.accumulate_steps}",
-        ),
+        _line("batch", f"global {batch.global_batch_size} = local {local} x {ranks}"),
+        _line("", f"local {local} = micro {batch.micro_batch_size} x accumulate {batch.accumulate_steps}"),
     ]
     if cfg.Data.Train is not None:
         length = cfg.Data.Train.dataset.max_seq_len
@@ -291,22 +282,15 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
     masters = 4 if precision.enable and precision.level == "O2" else 0
     size = moments + masters
     if size == 0:
-        return [
-            _line(
-                "offload",
-                f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing",
-            )
-        ]
+        text = f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing"
+        return [_line("offload", text)]
     rank_bytes = int(trained_count(cfg.Model) * size / (plan.mp * plan.pp * plan.sharding))
     ranks = min(plan.world_size, _RANKS_PER_NODE)
-    text = f"optimizer states in host memory, {size:.3g} bytes a parameter: about"
-    return [
-        _line(
-            "offload",
-            f"{text} {bytes_text(rank_bytes)} a rank, {bytes_text(rank_bytes * ranks)} on a node with "
-            f"{counted(ranks, 'rank')}",
-        )
-    ]
+    text = (
+        f"optimizer states in host memory, {size:.3g} bytes a parameter: about {bytes_text(rank_bytes)} a "
+        f"rank, {bytes_text(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}"
+    )
+    return [_line("offload", text)]
 
 
 def _recompute(model: ModelConfig) -> str:

@@ -21,7 +21,7 @@ from ppfleetx.commands.loss_curves import (
     save_figure,
     train_records,
 )
-from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
+from ppfleetx.commands.options import OptionalConfigOptions, option, repeated, switch
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.config.message_text import counted
 from ppfleetx.utils.end_processes import LAUNCHER
@@ -42,7 +42,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Command):
+class Compare(OptionalConfigOptions):
     """Compare the losses of two runs: two plans, two commits, or two existing runs.
 
         ppfleetx compare -c FILE [-o BOTH ...] --a Distributed.mp_degree=2 --b Distributed.pp_degree=2
@@ -52,9 +52,6 @@ class Compare(Command):
     Exit code 0: equal (bitwise, or within --rtol); 1: different; 2: a mistake on the command line.
     """
 
-    config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
-    override: tuple[str, ...] = repeated("override of both sides", "-o", "--override", metavar="KEY=VALUE")
-    plugin: tuple[str, ...] = plugin_option()
     a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
     b: tuple[str, ...] = repeated("override of b", metavar="KEY=VALUE")
     commit_a: str | None = option("commit a runs from (default: this tree)", metavar="REV")

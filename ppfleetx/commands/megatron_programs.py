@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ppfleetx.commands.check import check_report, human_count
 from ppfleetx.commands.initialize import start_with
+from ppfleetx.commands.options import positive_int
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
@@ -89,9 +90,9 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
             checks = True
         elif word.partition("=")[0] == "--world-size":
             text = word.partition("=")[2] or next(words, "")
-            if not text.isascii() or not text.isdigit() or not 0 < len(text) < 8 or int(text) < 1:
+            world = positive_int(text)
+            if world is None:
                 raise ConfigError("must be a number of at least 1", key="--world-size", value=text)
-            world = int(text)
         else:
             rest.append(word)
     if world is not None and not checks:

@@ -138,11 +138,17 @@ def flags_of(one: Field[Any]) -> tuple[str, ...]:
     return () if flags == (_POSITIONAL,) else flags
 
 
+def positive_int(text: str) -> int | None:
+    """Parse an integer of at least 1. Returns None if the text is not one."""
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
 def whole_number(text: str) -> int:
     """Parse an integer of at least 1. Used as the ``type=`` of an option."""
-    if not (text.isdecimal() and int(text) > 0):
+    number = positive_int(text)
+    if number is None:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
+    return number
 
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
