@@ -12,7 +12,6 @@ sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.parallel_plan import ParallelPlan, enumerate_plans, violations
 from ppfleetx.planner.timeline import Messages, Span, Timeline, simulate
-from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import filled_page, write_files
 
 TOOL = "tools/gen_parallelism_docs.py"
@@ -119,10 +118,5 @@ def _symbols(span: Span, zero_bubble: bool) -> str:
     return "-" if zero_bubble else f"{symbol.lower()}-"
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    return write_files(lambda: filled_page("parallelism.md", blocks(), TOOL), __doc__)
-
-
 if __name__ == "__main__":
-    run_tool(main)
+    write_files(lambda: filled_page("parallelism.md", blocks(), TOOL), __doc__)
