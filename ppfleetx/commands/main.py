@@ -123,10 +123,10 @@ def main() -> None:
     run_tool(partial(_call, sys.argv[1:]))
 
 
-def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run a verb (subcommand), and end this process with its exit code. The scripts in ``tools/`` use this.
-    The arguments are those of :func:`call`."""
-    run_tool(partial(call, verb, arguments, program=program))
+def run_program(verb: str) -> None:
+    """Run a verb (subcommand) with the arguments of this process, and end the process with its exit code. The
+    scripts in ``tools/`` use this."""
+    run_tool(partial(call, verb, program=None))
 
 
 def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = PROGRAM) -> int | None:
