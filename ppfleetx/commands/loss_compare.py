@@ -17,7 +17,7 @@ from ppfleetx.commands.loss_curves import (
     Record,
     import_pyplot,
     number,
-    refuse_unknown_picture,
+    refuse_as_picture,
     save_figure,
     train_records,
 )
@@ -67,26 +67,18 @@ class Compare(OptionalConfigOptions):
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
-            refuse_unknown_picture(Path(self.plot), "--plot")
+            refuse_as_picture(Path(self.plot), "--plot")
         for side in "ab":
             metrics, overrides = getattr(self, f"metrics_{side}"), getattr(self, side)
             if metrics and (overrides or getattr(self, f"commit_{side}")):
                 key = f"--{side}" if overrides else f"--commit-{side}"
-                raise ConfigError(
-                    f"--metrics-{side} names a finished run, which {key} cannot change", key=key
-                )
+                rule = f"--metrics-{side} names a finished run, which {key} cannot change"
+                raise ConfigError(rule, key=key)
         if self.config and self.metrics_a and self.metrics_b:
-            raise ConfigError(
-                "is not used, because --metrics-a and --metrics-b name both sides",
-                key="-c",
-                value=self.config,
-            )
+            rule = "is not used, because --metrics-a and --metrics-b name both sides"
+            raise ConfigError(rule, key="-c", value=self.config)
         if self.bitwise and self.rtol is not None:
-            raise UserError(
-                "--bitwise allows no difference, so it cannot go with --rtol; give one of the two"
-            )
-        if self.plot is not None and not Path(self.plot).parent.is_dir():
-            raise ConfigError("its directory does not exist", key="--plot", value=self.plot)
+            raise ConfigError("allows no difference, so it cannot go with --rtol", key="--bitwise")
         if self.work_dir is not None:
             refuse_unwritable(Path(self.work_dir), "--work-dir")
         with contextlib.ExitStack() as stack:

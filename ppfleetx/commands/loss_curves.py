@@ -28,7 +28,7 @@ class Plot(Command):
     output: Path = option("PNG to write", default=MISSING)
 
     def run(self) -> None:
-        refuse_unknown_picture(self.output, "--output")
+        refuse_as_picture(self.output, "--output")
         save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
         print(f"loss curve: {self.output}")
 
@@ -130,7 +130,10 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg)."""
+def refuse_as_picture(path: Path, option: str) -> None:
+    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg), or its
+    directory does not exist."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
+    if not path.parent.is_dir():
+        raise ConfigError("its directory does not exist", key=option, value=path)

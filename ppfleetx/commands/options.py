@@ -20,6 +20,12 @@ _POSITIONAL = ""
 CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists"
 
 
+def imported(place: str) -> Any:
+    """Import what ``place`` names, as ``module:name`` within ``ppfleetx.commands``."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
+
+
 class Command:
     """Base class of verbs (subcommands). A verb is a frozen dataclass: its fields are the command-line
     options, and its docstring is the description in ``--help``.
@@ -37,8 +43,7 @@ class Command:
 
     def run(self) -> int | None:
         """Run the verb (subcommand). Returns its exit code; None means 0."""
-        module, _, name = self.program.partition(":")
-        getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
+        imported(self.program)(self)
         return None
 
     def settings(self) -> list[Setting]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.commands.lm_eval import find_tasks, load_model, measure
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.lm_eval import find_tasks
 from ppfleetx.commands.model_verbs import LmEval
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -124,7 +125,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     convert(Conversion("hf", "ppfleetx", place / "hf", place / "ours"))
     options = ["Global.device=cpu", f"Engine.save_load.ckpt_dir={place / 'ours'}"]
     cfg = load_config(place / "ours" / "config.yaml", options)
-    ours = load_model(cfg, ParallelContext.single(), batch_size=3)
+    from ppfleetx.commands.lm_eval_model import HarnessModel
+
+    generator = load_generator(cfg, ParallelContext.single())
+    ours = HarnessModel(generator, cfg.Model.vocab_size, batch_size=3)
     theirs = huggingface.HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(place / "hf"),
         tokenizer=transformers.AutoTokenizer.from_pretrained(place / "hf"),
@@ -188,8 +192,13 @@ def test_a_task_of_ones_own(both: tuple[Any, Any], tmp_path: Path) -> None:
     texts = [f"{WORDS} {word}" for word in WORDS.split()]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "tiny.yaml").write_text(TASK.format(place=tmp_path))
-    manager = find_tasks(["tiny_last_word"], str(tmp_path))
-    found, expected = (measure(model, ["tiny_last_word"], manager)["results"] for model in both)
+    from lm_eval import simple_evaluate
+
+    asked = {"tasks": ["tiny_last_word"], "task_manager": find_tasks(["tiny_last_word"], str(tmp_path))}
+    found, expected = (
+        simple_evaluate(model=model, **asked, bootstrap_iters=0, log_samples=False)["results"]
+        for model in both
+    )
     for metric in ("acc,none", "perplexity,none"):
         value = expected["tiny_last_word"][metric]
         assert found["tiny_last_word"][metric] == pytest.approx(value, rel=1e-4)

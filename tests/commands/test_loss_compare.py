@@ -75,7 +75,7 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
         ("not json\n" + LINES, "loss.png", "metrics.jsonl:1 is not a record"),
         (LINES + "[]\n" + LINES, "loss.png", "metrics.jsonl:4 is not a record"),
         ("", "loss.png", "no training step"),
-        (LINES, "nowhere/loss.png", "nowhere/loss.png cannot be written: No such file"),
+        (LINES, "nowhere/loss.png", "nowhere/loss.png.: its directory does not exist"),
         (LINES, "loss.xyz", "must end in .png"),
     ],
 )
