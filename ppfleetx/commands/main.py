@@ -64,9 +64,9 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("chat", "model_verbs:Chat", "talk with a model"),
         Verb("eval", "model_verbs:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
         Verb("lm-eval", "model_verbs:LmEval", "tasks of lm-evaluation-harness"),
-        Verb("export", "model_verbs:Export", "export a checkpoint as a program that generates by itself"),
+        Verb("export", "deploy_verbs:Export", "export a checkpoint as a program that generates by itself"),
         Verb("infer", "model_verbs:Infer", "continue prompts with an exported model"),
-        Verb("serve", "model_verbs:Serve", "serve a checkpoint over HTTP"),
+        Verb("serve", "deploy_verbs:Serve", "serve a checkpoint over HTTP"),
     ),
     "checkpoints": (
         Verb("inspect", "inspect_checkpoint:Inspect", "show a checkpoint, verify its checksums, compare two"),

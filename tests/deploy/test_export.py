@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
+from ppfleetx.commands.deploy_verbs import Export
 from ppfleetx.commands.infer import merge_settings
-from ppfleetx.commands.model_verbs import Export, Infer
+from ppfleetx.commands.model_verbs import Infer
 from ppfleetx.commands.resolve_model import as_replicas
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config

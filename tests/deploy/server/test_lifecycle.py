@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands import initialize
-from ppfleetx.commands.model_verbs import Serve
+from ppfleetx.commands.deploy_verbs import Serve
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server import run
