@@ -59,7 +59,7 @@ def legal_combinations() -> str:
             if plan is None:
                 cells.append("")
             elif found := violations(plan):
-                refused.setdefault(frozenset((one, other)), f"- {one} with {other}: {found[0].sentence}.")
+                refused.setdefault(frozenset((one, other)), f"- {one} with {other}: {found[0].rule}.")
                 cells.append("no")
             else:
                 cells.append("yes")

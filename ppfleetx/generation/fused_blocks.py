@@ -17,9 +17,8 @@ from ppfleetx.nn.cpu_ops.ops import MOST_ROWS
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.panel_matmul import InferenceLinear
-from ppfleetx.nn.positions import Rotary
+from ppfleetx.nn.positions import Rotary, RotaryEmbedding
 from ppfleetx.nn.quantized import QuantizedLinear
-from ppfleetx.nn.rope import RotaryEmbedding
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 1024, 1024
 """Limits of the fused operation for low-bit weights: rows, and columns to attend to. Beyond these, Paddle's

@@ -18,7 +18,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import PipelineLayer, PipelineParallel
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 
-from ppfleetx.config.pipeline_order import Pass, order_of
+from ppfleetx.config.parallel_plan import Pass, order_of
 from ppfleetx.nn.matmul import Matmul
 
 

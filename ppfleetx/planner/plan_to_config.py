@@ -12,7 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.parallel_plan import CONFIG_KEYS, DEGREE_WORDS, PLAN_WORDS, ParallelPlan
 from ppfleetx.config.resolve import resolve
-from ppfleetx.config.sections.root import RunConfig, plan_of
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import dump_config
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.job import Job
@@ -124,7 +124,7 @@ class UnresolvedConfig:
     @property
     def plan(self) -> ParallelPlan:
         """The configured parallel plan; an unset ``dp_degree`` counts as 1."""
-        return plan_of(self.cfg)
+        return self.cfg.plan
 
     def batch(self) -> int:
         """Return the global batch size under the configured plan.

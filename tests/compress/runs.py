@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.state_dict import load_model, model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer

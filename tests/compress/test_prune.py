@@ -9,10 +9,10 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import reshard
 from ppfleetx.checkpoint.weights import slices_of
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.checkpoint_verbs import Prune
 from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.compress.prune import (

@@ -36,6 +36,12 @@ def random(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
+def heads(groups=1, per_group=1, learns=False):
+    """Queries, keys and values of nine positions."""
+    shapes = (1, groups, per_group, 9, 8), (1, groups, 9, 8), (1, groups, 9, 8)
+    return [paddle.to_tensor(random(*shape), stop_gradient=not learns) for shape in shapes]
+
+
 @needs_operators
 @pytest.mark.parametrize(
     ("x", "y", "turns"),
@@ -143,8 +149,7 @@ def test_attention(heads, length, size, value_size, packed):
 
 @needs_operators
 def test_attention_of_operands_without_gradients():
-    shapes = [(1, 1, 2, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8)]
-    query, key, value = (paddle.to_tensor(random(*shape), stop_gradient=False) for shape in shapes)
+    query, key, value = heads(per_group=2, learns=True)
     key.stop_gradient = True
     result = bfloat16.attention(query, key, value, None)
     found = paddle.grad(result.sum(), [value, query], retain_graph=True)
@@ -158,7 +163,7 @@ def test_attention_of_operands_without_gradients():
 
 @needs_operators
 def test_starts_before_and_behind_a_row():
-    operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 1, 1, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8))]
+    operands = heads()
     with bfloat16.products():
         whole, early, late = (
             attend(*operands, start, nn.Dropout(0.0), KernelOptions()).numpy()
@@ -178,14 +183,14 @@ def test_more_shapes_than_are_kept():
 
 @needs_operators
 def test_attention_that_stays_in_float32():
-    operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 2, 1, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
+    operands, dropout = heads(groups=2), nn.Dropout(0.0)
     for options in (KernelOptions(softcap=5.0), KernelOptions(kernel="reference")):
-        expected = attend(*operands, None, nn.Dropout(0.0), options).numpy()
+        expected = attend(*operands, None, dropout, options).numpy()
         with bfloat16.products():
-            np.testing.assert_array_equal(attend(*operands, None, nn.Dropout(0.0), options).numpy(), expected)
+            np.testing.assert_array_equal(attend(*operands, None, dropout, options).numpy(), expected)
     with bfloat16.products():
         dropped = attend(*operands, None, nn.Dropout(0.5), KernelOptions())
-    assert not np.allclose(dropped.numpy(), attend(*operands, None, nn.Dropout(0.0), KernelOptions()).numpy())
+    assert not np.allclose(dropped.numpy(), attend(*operands, None, dropout, KernelOptions()).numpy())
 
 
 class _Head(ChunkedHead):

@@ -54,10 +54,10 @@ from ppfleetx.generation.logits_processors import (
     penalize_repetition,
     scatter_by_id,
 )
+from ppfleetx.nn.attention import LatentAttention
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
 from ppfleetx.nn.cpu_ops.compiled import WIDTH
-from ppfleetx.nn.latent_attention import LatentAttention
 
 
 @contextlib.contextmanager

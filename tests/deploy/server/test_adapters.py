@@ -12,9 +12,9 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, merge_lora, read_adapters
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
