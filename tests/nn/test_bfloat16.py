@@ -11,7 +11,6 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
-from ppfleetx.distributed.device import computes_in
 from ppfleetx.nn.attention_kernels import KernelOptions, attend
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget
 from ppfleetx.nn.cpu_ops import bfloat16, compiled
@@ -258,7 +257,7 @@ def test_the_processor_decides(monkeypatch, flags, dtype, words):
     monkeypatch.setattr(device_support, "read_cpuinfo", lambda: f"flags : {flags}\n")
     cfg = load_config(NANO, ["Engine.mix_precision.enable=True", f"Engine.mix_precision.dtype={dtype}"])
     reasons = device_support.not_supported_reasons(cfg, "cpu")
-    assert computes_in(dtype) == (words is None) == (reasons == [])
+    assert (device_support.cpu_obstacle(dtype) is None) == (words is None) == (reasons == [])
     if words:
         assert words in reasons[0] and "enable=auto" in reasons[0]
         mixed = cfg.Engine.mix_precision

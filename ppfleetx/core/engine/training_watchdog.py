@@ -13,8 +13,7 @@ from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
 from ppfleetx.resilience import watchdog
-from ppfleetx.resilience.hang_report import Identity
-from ppfleetx.resilience.hang_report_dir import HANG_DIRS
+from ppfleetx.resilience.hang_report import HANG_DIRS, Identity
 from ppfleetx.utils.exit_codes import EXIT_HUNG
 from ppfleetx.utils.lost_peers import ended_peer_in, may_end_process
 
