@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair.
+"""Write a corpus preprocessed by FleetX as a .bin/.idx pair: the same as `ppfleetx convert-data`."""
 
-The same as `ppfleetx convert-data`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("convert-data")

@@ -13,7 +13,6 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.commands.main import GROUPS
-from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import write_files
 
 Row = tuple[str, str]
@@ -28,11 +27,6 @@ Made by `tools/gen_command_docs.py` from the programs' own `--help`; do not edit
 `ppfleetx VERB` and the script named beside a verb are the same program. [The command ppfleetx](cli.md) says
 how configurations are named and how the shell completes it.
 """
-
-
-def main() -> int:
-    """Write the page, or check it."""
-    return write_files(lambda: {_ROOT / "docs" / "commands.md": commands_markdown()}, __doc__)
 
 
 def commands_markdown() -> str:
@@ -126,4 +120,4 @@ def _code(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    write_files(lambda: {_ROOT / "docs" / "commands.md": commands_markdown()}, __doc__)

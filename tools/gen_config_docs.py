@@ -28,7 +28,6 @@ from ppfleetx.config.reading.parse import MAX_FILE_BYTES
 from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import write_files
 
 _HEAD = """\
@@ -210,10 +209,5 @@ def texts() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the files, or check them."""
-    return write_files(texts, __doc__)
-
-
 if __name__ == "__main__":
-    run_tool(main)
+    write_files(texts, __doc__)

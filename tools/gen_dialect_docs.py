@@ -13,7 +13,6 @@ sys.path.insert(0, str(_ROOT))
 from ppfleetx.config.errors import shown
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind
 from ppfleetx.dialects.registry import dialects
-from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import filled_page, write_files
 
 
@@ -28,11 +27,6 @@ def pages() -> dict[Path, str]:
             written[name] = table
         found |= filled_page(f"dialects/{dialect.name}.md", blocks, "tools/gen_dialect_docs.py")
     return found
-
-
-def main() -> int:
-    """Write the pages, or check them."""
-    return write_files(pages, __doc__)
 
 
 def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
@@ -78,4 +72,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    write_files(pages, __doc__)

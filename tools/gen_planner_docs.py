@@ -18,7 +18,6 @@ from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.plan_to_config import read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
-from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import filled_page, write_files
 
 TOOL = "tools/gen_planner_docs.py"
@@ -110,10 +109,5 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    return write_files(lambda: filled_page("planner.md", blocks(), TOOL), __doc__)
-
-
 if __name__ == "__main__":
-    run_tool(main)
+    write_files(lambda: filled_page("planner.md", blocks(), TOOL), __doc__)

@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Continue prompts (Generation.prompt or .prompt_file) with an exported model (Inference.model_dir).
+"""Continue prompts with an exported model: the same as `ppfleetx infer`."""
 
-The same as `ppfleetx infer`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("infer")

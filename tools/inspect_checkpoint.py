@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Show the contents of a checkpoint, recompute its checksums, or compare two checkpoints.
+"""Show a checkpoint, recompute its checksums, or compare two: the same as `ppfleetx inspect`."""
 
-The same as `ppfleetx inspect`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("inspect")

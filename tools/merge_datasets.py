@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Merge several .bin/.idx corpora into one, in the given order. A directory stands for all corpora in it.
+"""Merge several .bin/.idx corpora into one: the same as `ppfleetx merge-data`."""
 
-The same as `ppfleetx merge-data`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("merge-data")

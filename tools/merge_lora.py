@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Merge the adapters of a checkpoint trained with Model.lora into its weights, and write a plain checkpoint.
+"""Merge trained adapters into the weights that they belong to: the same as `ppfleetx merge`."""
 
-The same as `ppfleetx merge`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("merge")

@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Predict memory and step time of a configuration under one plan, or rank all plans for a number of cards.
+"""Predict memory and step time of plans, or rank them: the same as `ppfleetx plan`."""
 
-The same as `ppfleetx plan`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("plan")

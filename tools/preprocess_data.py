@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Encode JSON lines (also .gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
+"""Encode text as a tokenized corpus: the same as `ppfleetx prepare`."""
 
-The same as `ppfleetx prepare`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("prepare")

@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Run a training command, and restart it when it fails, up to a limited number of times.
+"""Run a training command, and restart it when it fails: the same as `ppfleetx supervise`."""
 
-The same as `ppfleetx supervise`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("supervise")

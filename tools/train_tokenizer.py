@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Train a byte-level BPE tokenizer on JSON lines (also .gz, .zst), plain text files, or folders of them.
+"""Train a byte-level BPE tokenizer: the same as `ppfleetx tokenizer`."""
 
-The same as `ppfleetx tokenizer`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("tokenizer")

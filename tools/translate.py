@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
-"""Print a configuration or a command line of another toolkit as a configuration of ppfleetx.
+"""Print the configuration of another toolkit as one of ppfleetx: the same as `ppfleetx translate`."""
 
-The same as `ppfleetx translate`.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.commands.main import run_program
+from run_verb import run_program
 
 if __name__ == "__main__":
     run_program("translate")

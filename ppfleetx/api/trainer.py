@@ -25,8 +25,6 @@ from ppfleetx.utils.launcher_env import world_size
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord
-    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-
 
 TEXT_COLUMN = "text"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from ppfleetx.commands.initialize import refuse_foreign_weights
@@ -37,7 +37,6 @@ from ppfleetx.utils.gpu_operators import host_operator_notes
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
-_MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 _BLOCK = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
@@ -70,26 +69,20 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
     device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
         *_plan_lines(cfg),
-        *_model_lines(cfg),
+        *_model_lines(cfg.Model),
         *_batch_lines(cfg),
-        *_ramp_lines(cfg),
         _line("precision", precision),
-        *_offload_lines(cfg),
+        *([_line("offload", _offload(cfg))] if cfg.plan.sharding_offload else []),
         *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
         *(_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
-    lines += [
-        _line("note", note)
-        for note in (*cfg.warnings, *without_effect(cfg), *host_operator_notes(cfg, device))
-    ]
-    lines += [_line("missing", reason) for reason in missing(cfg)]
-    lines += [
-        _line("missing", f"Engine.loggers: {name} needs {wanted}")
-        for name, wanted in absent_loggers(cfg).items()
-    ]
+    notes = (*cfg.warnings, *without_effect(cfg), *host_operator_notes(cfg, device))
+    loggers = (f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items())
+    lines += [_line("note", note) for note in notes]
+    lines += [_line("missing", reason) for reason in (*missing(cfg), *loggers)]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
 
@@ -106,19 +99,16 @@ def _line(name: str, text: str) -> str:
     return f"{name:<14} {text}"
 
 
-def _plan_lines(cfg: RunConfig) -> list[str]:
+def _plan_lines(cfg: RunConfig) -> Iterator[str]:
     plan = cfg.plan
-    lines = [
-        _line("plan", str(plan)),
-        _line("world size", f"{plan.world_size} = " + " x ".join(f"{a} {getattr(plan, a)}" for a in AXES)),
-    ]
+    yield _line("plan", str(plan))
+    yield _line("world size", f"{plan.world_size} = " + " x ".join(f"{a} {getattr(plan, a)}" for a in AXES))
     mesh, of_experts = Mesh(plan), () if cfg.Model.moe is None else EXPERT_AXES
     for axis in (axis for axis in (*AXES, *of_experts) if mesh.size_of(axis) > 1):
         groups = mesh.groups_over((axis,)) if axis in of_experts else plan.iter_groups(axis)
-        lines.append(_line(f"  {axis} ranks", _groups(groups, plan.world_size, mesh.size_of(axis))))
+        yield _line(f"  {axis} ranks", _groups(groups, plan.world_size, mesh.size_of(axis)))
     if plan.pp > 1:
-        lines += _pipeline_lines(cfg, plan)
-    return lines
+        yield from _pipeline_lines(cfg, plan)
 
 
 def _groups(groups: Iterable[Sequence[int]], world_size: int, size: int) -> str:
@@ -134,7 +124,7 @@ def _ranks(group: Sequence[int]) -> str:
     return f"[{group[0]}, {group[1]}, {group[2]}, ..., {group[-1]}]"
 
 
-def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
+def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> Iterator[str]:
     chunks = plan.layers_of_chunks(cfg.Model.num_layers)
     stages = [chunks[stage :: plan.pp] for stage in range(plan.pp)]
     if len(set(chunks)) == 1:
@@ -143,12 +133,11 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
         if plan.virtual_pp_degree > 1:
             text += f" ({plan.virtual_pp_degree} chunks of {chunks[0]})"
     else:
-        sizes = ["+".join(map(str, stage[:_MAX_STAGES_SHOWN])) for stage in stages[:_MAX_STAGES_SHOWN]]
-        more = ", ..." if plan.num_chunks > _MAX_STAGES_SHOWN else ""
-        text = f"stages of {', '.join(sizes)}{more} layers"
+        text = f"stages of {', '.join('+'.join(map(str, stage)) for stage in stages)} layers"
     idle = bubble_share(plan, cfg.batch.accumulate_steps)
     micro_batches = f"{counted(cfg.batch.accumulate_steps, 'micro batch')} per step"
-    return [_line("pipeline", text), _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")]
+    yield _line("pipeline", text)
+    yield _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
@@ -160,8 +149,7 @@ def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
     return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
 
 
-def _model_lines(cfg: RunConfig) -> list[str]:
-    model = cfg.Model
+def _model_lines(model: ModelConfig) -> Iterator[str]:
     count = parameter_count(model)
     heads = f"{counted(model.num_attention_heads, 'head')} of {model.head_size}"
     if model.kv_heads != model.num_attention_heads:
@@ -169,37 +157,26 @@ def _model_lines(cfg: RunConfig) -> list[str]:
     if model.latent_attention is not None:
         heads += f" (latent, {model.latent_attention.kv_rank} + {model.latent_attention.rope_head_dim})"
     vocabulary = f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size})"
-    return [
-        _line(
-            "model",
-            f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, {heads}, "
-            f"ffn {model.ffn_size} {model.hidden_act}, {vocabulary}, positions "
-            f"{model.max_position_embeddings} ({_positions(model)})",
-        ),
-        _line("parameters", f"{human_count(count)} parameters ({count:,})"),
-        *_expert_lines(model),
-        *_lora_lines(model),
-        *_mup_lines(model),
-    ]
-
-
-def _mup_lines(model: ModelConfig) -> list[str]:
-    if model.mup_base_width is None:
-        return []
-    m = model.width_multiplier
-    text = f"{m:g} times the base of {model.mup_base_width}: rates of the blocks' matrices x {1 / m:g}"
-    return [_line("width", f"{text}, their initial values x {m**-0.5:g}, logits x {model.logits_factor:g}")]
-
-
-def _expert_lines(model: ModelConfig) -> list[str]:
-    moe = model.moe
-    if moe is None:
-        return []
-    layers, active = moe.mixture_layers(model.num_layers), active_count(model)
-    shared = "" if moe.shared_experts is None else f" and a shared one of {moe.shared_experts.ffn_size}"
-    width = moe.expert_ffn_size or model.ffn_size
-    text = f"{moe.top_k} of {moe.num_experts} of width {width}{shared} in {counted(len(layers), 'layer')}"
-    return [_line("experts", f"{text}: {human_count(active)} parameters are active ({active:,})")]
+    layers = f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, {heads}"
+    ffn = f"ffn {model.ffn_size} {model.hidden_act}"
+    positions = f"positions {model.max_position_embeddings} ({_positions(model)})"
+    yield _line("model", f"{layers}, {ffn}, {vocabulary}, {positions}")
+    yield _line("parameters", f"{human_count(count)} parameters ({count:,})")
+    if (moe := model.moe) is not None:
+        mixtures, active = moe.mixture_layers(model.num_layers), active_count(model)
+        shared = "" if moe.shared_experts is None else f" and a shared one of {moe.shared_experts.ffn_size}"
+        text = f"{moe.top_k} of {moe.num_experts} of width {moe.expert_ffn_size or model.ffn_size}{shared}"
+        text += f" in {counted(len(mixtures), 'layer')}"
+        yield _line("experts", f"{text}: {human_count(active)} parameters are active ({active:,})")
+    if (lora := model.lora) is not None:
+        trained = trained_count(model)
+        base = "" if lora.base is None else f"; the others come from {lora.base} and are not saved again"
+        text = f"rank {lora.rank}, alpha {lora.alpha:g}: {human_count(trained)} parameters train"
+        yield _line("adapters", f"{text} ({trained:,}){base}")
+    if model.mup_base_width is not None:
+        m = model.width_multiplier
+        text = f"{m:g} times the base of {model.mup_base_width}: rates of the blocks' matrices x {1 / m:g}"
+        yield _line("width", f"{text}, their initial values x {m**-0.5:g}, logits x {model.logits_factor:g}")
 
 
 def _positions(model: ModelConfig) -> str:
@@ -207,51 +184,24 @@ def _positions(model: ModelConfig) -> str:
     return kind if scaling is None else f"{kind}, {scaling.type} times {scaling.factor:g}"
 
 
-def _lora_lines(model: ModelConfig) -> list[str]:
-    if model.lora is None:
-        return []
-    count, lora = trained_count(model), model.lora
-    base = "" if lora.base is None else f"; the others come from {lora.base} and are not saved again"
-    text = f"rank {lora.rank}, alpha {lora.alpha:g}: {human_count(count)} parameters train ({count:,}){base}"
-    return [_line("adapters", text)]
-
-
-def _ramp_lines(cfg: RunConfig) -> list[str]:
-    ramps = {"batch ramp": cfg.batch.ramp, "length ramp": cfg.batch.lengths}
-    most = cfg.batch.consumed_after(cfg.Engine.max_steps)
-    lines = []
-    for name, ramp in ramps.items():
-        if ramp is None:
-            continue
-        length = counted(ramp.samples, "sequence", ",")
-        ends = "" if most >= ramp.samples else f"; the run ends within, at {most:,}"
-        lines.append(_line(name, f"from {ramp.start} by {ramp.increment} to {ramp.full} in {length}{ends}"))
-    return lines
-
-
-def _batch_lines(cfg: RunConfig) -> list[str]:
+def _batch_lines(cfg: RunConfig) -> Iterator[str]:
     batch, plan = cfg.batch, cfg.plan
-    lines = [
-        _line(
-            "batch",
-            f"global {batch.global_batch_size} = local {batch.local_batch_size} x {plan.data_size} data "
-            f"ranks (dp {plan.dp} x sharding {plan.sharding})",
-        ),
-        _line(
-            "",
-            f"local {batch.local_batch_size} = micro {batch.micro_batch_size} x accumulate "
-            f"{batch.accumulate_steps}",
-        ),
-    ]
+    local = batch.local_batch_size
+    ranks = f"{plan.data_size} data ranks (dp {plan.dp} x sharding {plan.sharding})"
+    yield _line("batch", f"global {batch.global_batch_size} = local {local} x {ranks}")
+    yield _line("", f"local {local} = micro {batch.micro_batch_size} x accumulate {batch.accumulate_steps}")
     if cfg.Data.Train is not None:
         length = cfg.Data.Train.dataset.max_seq_len
         tokens = batch.global_batch_size * length
         flops = flops_per_step(cfg.Model, batch.global_batch_size, length)
-        lines += [
-            _line("tokens", f"{tokens:,} per step (sequences of {length})"),
-            _line("compute", f"{flops:.4e} FLOPs per step, {flops / plan.world_size:.4e} per device"),
-        ]
-    return lines
+        yield _line("tokens", f"{tokens:,} per step (sequences of {length})")
+        yield _line("compute", f"{flops:.4e} FLOPs per step, {flops / plan.world_size:.4e} per device")
+    most = batch.consumed_after(cfg.Engine.max_steps)
+    for name, ramp in {"batch ramp": batch.ramp, "length ramp": batch.lengths}.items():
+        if ramp is not None:
+            samples = counted(ramp.samples, "sequence", ",")
+            ends = "" if most >= ramp.samples else f"; the run ends within, at {most:,}"
+            yield _line(name, f"from {ramp.start} by {ramp.increment} to {ramp.full} in {samples}{ends}")
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
@@ -281,32 +231,21 @@ def _precision(cfg: RunConfig, device: str) -> str:
     return text + (", gradients summed in float32" if precision.main_grad_fp32 else "")
 
 
-def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Return report lines on the host memory of offloaded optimizer states; empty without offload. The
-    figures assume that tensor and pipeline parallelism divide all parameters evenly."""
+def _offload(cfg: RunConfig) -> str:
+    """Describe the host memory of offloaded optimizer states. The figures assume that tensor and pipeline
+    parallelism divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
-    if not plan.sharding_offload:
-        return []
     moments = 4 * mean_states(cfg)
     masters = 4 if precision.enable and precision.level == "O2" else 0
     size = moments + masters
     if size == 0:
-        return [
-            _line(
-                "offload",
-                f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing",
-            )
-        ]
+        return f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing"
     rank_bytes = int(trained_count(cfg.Model) * size / (plan.mp * plan.pp * plan.sharding))
     ranks = min(plan.world_size, _RANKS_PER_NODE)
-    text = f"optimizer states in host memory, {size:.3g} bytes a parameter: about"
-    return [
-        _line(
-            "offload",
-            f"{text} {bytes_text(rank_bytes)} a rank, {bytes_text(rank_bytes * ranks)} on a node with "
-            f"{counted(ranks, 'rank')}",
-        )
-    ]
+    return (
+        f"optimizer states in host memory, {size:.3g} bytes a parameter: about {bytes_text(rank_bytes)} a "
+        f"rank, {bytes_text(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}"
+    )
 
 
 def _recompute(model: ModelConfig) -> str:

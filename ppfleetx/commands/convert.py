@@ -7,8 +7,17 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppfleetx.commands.options import Command, option, plugin_option, positional, repeated, switch
+from ppfleetx.commands.options import (
+    Command,
+    option,
+    plugin_option,
+    positional,
+    positive_int,
+    repeated,
+    switch,
+)
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,6 @@ class Convert(Command):
 
     def run(self) -> None:
         plan = None if self.plan is None else parse_plan(self.plan)
-        from ppfleetx.config.parallel_plan import ParallelPlan
         from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
         from ppfleetx.conversion.hub import local_directory
         from ppfleetx.utils.log import configure_logging
@@ -92,7 +100,7 @@ class Convert(Command):
             model=None if self.yaml is None else load_model_section(self.yaml, self.override),
             dtype=self.dtype,
             merge=self.merge,
-            plan=None if plan is None else ParallelPlan(**plan),
+            plan=plan,
             tokenizer=None if self.tokenizer is None else Path(self.tokenizer),
         )
         if self.check_logits and ("hf" not in (self.source, self.target) or self.target == "gguf"):
@@ -109,21 +117,22 @@ class Convert(Command):
             print(f"logits of source and result differ by at most {difference:.3g}{rounded}")
 
 
-def parse_plan(text: str) -> dict[str, int]:
-    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2``. Returns the degrees by name. Raises
-    ConfigError if the text is not such a plan."""
+def parse_plan(text: str) -> ParallelPlan:
+    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2``. Raises ConfigError if the text is not
+    such a plan."""
     degrees = {}
     for part in text.split(","):
-        axis, _, degree = part.strip().partition("=")
-        if axis not in ("mp", "pp") or not degree.isdigit() or int(degree) < 1:
+        axis, _, text_of_degree = part.strip().partition("=")
+        degree = positive_int(text_of_degree)
+        if axis not in ("mp", "pp") or degree is None:
             raise ConfigError(
                 "must be mp=N, pp=M or both. Files are divided by tensor and pipeline rank only, and every "
                 "plan reads every checkpoint",
                 key="--plan",
                 value=text,
             )
-        degrees[axis] = int(degree)
-    return degrees
+        degrees[axis] = degree
+    return ParallelPlan(**degrees)
 
 
 @dataclass(frozen=True, kw_only=True)

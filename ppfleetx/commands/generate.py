@@ -66,8 +66,6 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
             results = [_print_as_it_comes(generator, prompts[0], cfg)]
         else:
             results = continue_together(generator, cfg, ctx, prompts)
-            for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
-                print_generations(prompt, generations)
         write_generations(ctx, output, prompts, results)
 
 
@@ -75,7 +73,7 @@ def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
     """Continue the prompts, which are split among the data-parallel ranks. All ranks must call this, and all
-    get the results of all prompts, in order."""
+    get the results of all prompts, in order. Rank 0 prints them."""
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Tensor-parallel ranks communicate here. They have the same prompts and so raise the same errors.
@@ -85,8 +83,12 @@ def continue_together(
         )
     speaks = ctx.rank_on("mp") == 0
     parts = gather(ctx, [[asdict(one) for one in each] for each in results] if speaks else [])
-    everything = [each for part in parts for each in part]
-    return [[_generation(one) for one in each] for each in everything]
+    results = [[_generation(one) for one in each] for part in parts for each in part]
+    for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
+        print(f"Prompt: {prompt}")
+        for generation in generations:
+            print(f"Generation: {prompt}{generation.text}\n", flush=True)
+    return results
 
 
 def _generation(fields: dict[str, Any]) -> Generation:
@@ -316,13 +318,6 @@ def _prompt_of(line: str, place: str) -> str:
         )
     _refuse_blank(prompt, "Generation.prompt_file", place)
     return prompt
-
-
-def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
-    """Print a prompt as a line ``Prompt:``, and each of its continuations as a line ``Generation:``."""
-    print(f"Prompt: {prompt}")
-    for generation in generations:
-        print(f"Generation: {prompt}{generation.text}\n", flush=True)
 
 
 def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.config_and_tokenizer import portable_model
-from ppfleetx.commands.generate import (
-    check_output,
-    continue_together,
-    print_generations,
-    read_prompts,
-    write_generations,
-)
+from ppfleetx.commands.generate import check_output, continue_together, read_prompts, write_generations
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
 from ppfleetx.config.errors import ConfigError
@@ -35,7 +28,6 @@ from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.commands.model_verbs import Infer
-    from ppfleetx.distributed.context import ParallelContext
 
 
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
@@ -61,7 +53,11 @@ def run(options: Infer) -> None:
     for note in notes:
         get_logger().info(f"NOTE: {note}")
     _warn_of_differences(directory, manifest, cfg)
-    answer(cfg, ctx, prompts, options.output)
+    from ppfleetx.deploy.inference_engine import InferenceEngine
+
+    with joint_errors(ctx, name_ranks=False):
+        engine = InferenceEngine(cfg.Inference, device=ctx.device)
+    write_generations(ctx, options.output, prompts, continue_together(engine, cfg, ctx, prompts))
 
 
 def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
@@ -74,19 +70,6 @@ def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
 def _config_of(export: str) -> Sections:
     _, manifest = _open(export, "EXPORT")
     return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
-
-
-def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    """Continue prompts with the exported model in ``Inference.model_dir``. Prints the results, and writes
-    them to the jsonl file ``output`` if it is given."""
-    from ppfleetx.deploy.inference_engine import InferenceEngine
-
-    with joint_errors(ctx, name_ranks=False):
-        engine = InferenceEngine(cfg.Inference, device=ctx.device)
-    results = continue_together(engine, cfg, ctx, prompts)
-    for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
-        print_generations(prompt, generations)
-    write_generations(ctx, output, prompts, results)
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:

@@ -13,11 +13,9 @@ from ppfleetx.commands.generate import check_checkpoint, check_output, load_gene
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.rules import check_one_process
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.output_files import atomic_write
 
 if TYPE_CHECKING:
-    from ppfleetx.commands.lm_eval_model import HarnessModel
     from ppfleetx.commands.model_verbs import LmEval
 
 
@@ -31,10 +29,21 @@ def run(options: LmEval) -> None:
         cfg, ctx = start_with(cfg)
         names = options.tasks.split(",")
         manager = find_tasks(names, options.include_path)
-        model = load_model(cfg, ctx, options.batch_size)
-        results = measure(model, names, manager, num_fewshot=options.num_fewshot, limit=options.limit)
-    from lm_eval.utils import make_table
+        import lm_eval
+        from lm_eval.utils import make_table
 
+        from ppfleetx.commands.lm_eval_model import HarnessModel
+
+        generator = load_generator(cfg, ctx)
+        results = lm_eval.simple_evaluate(
+            model=HarnessModel(generator, cfg.Model.vocab_size, batch_size=options.batch_size),
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
     print(make_table(results), flush=True)
     if options.output is not None:
         with atomic_write(options.output, "w") as file:
@@ -50,13 +59,6 @@ def _check(options: LmEval) -> None:
         check_output(Path(options.output), mark=b'"alias": ')
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ConfigError("there is no such directory", key="--include-path", value=options.include_path)
-
-
-def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
-    """Load the checkpoint ``Engine.save_load.ckpt_dir`` for lm-evaluation-harness."""
-    from ppfleetx.commands.lm_eval_model import HarnessModel
-
-    return HarnessModel(load_generator(cfg, ctx), cfg.Model.vocab_size, batch_size=batch_size)
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
@@ -79,25 +81,3 @@ def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
             value=unknown[0],
         )
     return manager
-
-
-def measure(
-    model: HarnessModel,
-    tasks: Sequence[str],
-    manager: Any,
-    *,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-) -> dict[str, Any]:
-    """Evaluate ``model`` on the tasks with ``lm_eval.simple_evaluate``, and return its result."""
-    import lm_eval
-
-    return lm_eval.simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        task_manager=manager,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        bootstrap_iters=0,
-        log_samples=False,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ppfleetx.commands.lm_eval_task_options import generation_options
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 from ppfleetx.data.tasks.evaluation import LastWords, Window, window_batches
 from ppfleetx.generation.generator import Generator
 from ppfleetx.nn.loss import token_scores
@@ -23,6 +23,19 @@ from ppfleetx.parallel.step import to_tensors
 from ppfleetx.utils.progress_bar import ProgressBar
 
 _DEFAULT_NEW_TOKENS = 256
+# Options of tasks under the names of our section Generation.
+_SAME_MEANING = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "repetition_penalty": "repetition_penalty",
+    "num_beams": "num_beams",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "min_new_tokens": "min_dec_len",
+}
 
 
 class HarnessModel(TemplateLM):
@@ -185,3 +198,40 @@ def _section(options: dict[str, Any]) -> GenerationConfig:
 def _before(text: str, stops: Sequence[str]) -> str:
     ends = [text.find(stop) for stop in stops if stop in text]
     return text[: min(ends, default=len(text))]
+
+
+def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
+    """Translate the generation options of a task of lm-evaluation-harness. Returns options of our section
+    ``Generation``, and a list of stop strings.
+
+    Args:
+        asked: the task's options for ``generate_until``.
+        max_new_tokens: the limit on new tokens if the task sets none.
+
+    Raises:
+        ConfigError: the task uses an option that our generation does not have.
+    """
+    left = dict(asked)
+    until = left.pop("until", None) or []
+    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+    given = [left.pop(key) for key in ("max_gen_toks", "max_new_tokens") if key in left]
+    temperature = float(left.pop("temperature", 0.0) or 0.0)
+    samples = left.pop("do_sample", temperature > 0)
+    options: dict[str, Any] = {"max_dec_len": int(given[0]) if given else max_new_tokens}
+    options |= {ours: left.pop(theirs) for theirs, ours in _SAME_MEANING.items() if theirs in left}
+    if left:
+        name, value = next(iter(left.items()))
+        raise ConfigError(f"a task asks for {name} = {value!r}, which generation does not have")
+    beams = options.get("num_beams", 1) > 1
+    if samples and beams:
+        raise ConfigError(
+            f"a task asks for num_beams = {options['num_beams']!r} and for sampling, which has no beams here"
+        )
+    if samples:
+        drawn = {"decode_strategy": "sampling", "temperature": temperature or 1.0}
+        return {"top_k": DEFAULTS["top_k"], **options, **drawn}, stops
+    for key in ("top_k", "top_p", "min_p", "typical_p"):
+        options.pop(key, None)
+    if beams:
+        options.setdefault("length_penalty", DEFAULTS["length_penalty"])
+    return {**options, "decode_strategy": "beam_search" if beams else "greedy_search"}, stops

@@ -17,11 +17,11 @@ from ppfleetx.commands.loss_curves import (
     Record,
     import_pyplot,
     number,
-    refuse_unknown_picture,
+    refuse_as_picture,
     save_figure,
     train_records,
 )
-from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
+from ppfleetx.commands.options import OptionalConfigOptions, option, repeated, switch
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.config.message_text import counted
 from ppfleetx.utils.end_processes import LAUNCHER
@@ -42,7 +42,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Command):
+class Compare(OptionalConfigOptions):
     """Compare the losses of two runs: two plans, two commits, or two existing runs.
 
         ppfleetx compare -c FILE [-o BOTH ...] --a Distributed.mp_degree=2 --b Distributed.pp_degree=2
@@ -52,9 +52,6 @@ class Compare(Command):
     Exit code 0: equal (bitwise, or within --rtol); 1: different; 2: a mistake on the command line.
     """
 
-    config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
-    override: tuple[str, ...] = repeated("override of both sides", "-o", "--override", metavar="KEY=VALUE")
-    plugin: tuple[str, ...] = plugin_option()
     a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
     b: tuple[str, ...] = repeated("override of b", metavar="KEY=VALUE")
     commit_a: str | None = option("commit a runs from (default: this tree)", metavar="REV")
@@ -70,26 +67,18 @@ class Compare(Command):
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
-            refuse_unknown_picture(Path(self.plot), "--plot")
+            refuse_as_picture(Path(self.plot), "--plot")
         for side in "ab":
             metrics, overrides = getattr(self, f"metrics_{side}"), getattr(self, side)
             if metrics and (overrides or getattr(self, f"commit_{side}")):
                 key = f"--{side}" if overrides else f"--commit-{side}"
-                raise ConfigError(
-                    f"--metrics-{side} names a finished run, which {key} cannot change", key=key
-                )
+                rule = f"--metrics-{side} names a finished run, which {key} cannot change"
+                raise ConfigError(rule, key=key)
         if self.config and self.metrics_a and self.metrics_b:
-            raise ConfigError(
-                "is not used, because --metrics-a and --metrics-b name both sides",
-                key="-c",
-                value=self.config,
-            )
+            rule = "is not used, because --metrics-a and --metrics-b name both sides"
+            raise ConfigError(rule, key="-c", value=self.config)
         if self.bitwise and self.rtol is not None:
-            raise UserError(
-                "--bitwise allows no difference, so it cannot go with --rtol; give one of the two"
-            )
-        if self.plot is not None and not Path(self.plot).parent.is_dir():
-            raise ConfigError("its directory does not exist", key="--plot", value=self.plot)
+            raise ConfigError("allows no difference, so it cannot go with --rtol", key="--bitwise")
         if self.work_dir is not None:
             refuse_unwritable(Path(self.work_dir), "--work-dir")
         with contextlib.ExitStack() as stack:

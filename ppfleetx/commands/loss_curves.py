@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class Plot(Command):
     output: Path = option("PNG to write", default=MISSING)
 
     def run(self) -> None:
-        refuse_unknown_picture(self.output, "--output")
+        refuse_as_picture(self.output, "--output")
         save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
         print(f"loss curve: {self.output}")
 
@@ -66,14 +67,11 @@ def train_records(path: Path) -> list[Record]:
 
 
 def _record(line: str) -> Record | None:
-    try:
+    with contextlib.suppress(ValueError):
         record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or "kind" not in record:
-        return None
-    has_loss = isinstance(record.get("loss", ""), int | float | None)
-    return record if has_loss or record["kind"] not in ("train", "eval") else None
+        if isinstance(record, dict) and {"kind", "step"} <= record.keys():
+            return record
+    return None
 
 
 def number(record: Record, key: str) -> float:
@@ -82,18 +80,14 @@ def number(record: Record, key: str) -> float:
     return math.nan if record[key] is None else float(record[key])
 
 
-def set_name(record: Record) -> str:
-    """Return the name of a record's curve: ``train``, ``eval``, or ``eval NAME`` for a named set."""
-    return f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
-
-
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """Return the curves of a run by name, one for training and one for each evaluation set. A curve is
-    (steps, values). ``key`` names the values, such as ``loss``."""
+    """Return the curves of a run by name: ``train``, and ``eval`` or, for a named evaluation set, ``eval
+    NAME``. A curve is (steps, values). ``key`` names the values, such as ``loss``."""
     series: Series = {}
     for record in records:
         if record["kind"] in ("train", "eval") and key in record:
-            steps, values = series.setdefault(set_name(record), ([], []))
+            name = f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
+            steps, values = series.setdefault(name, ([], []))
             steps.append(record["step"])
             values.append(number(record, key))
     return series
@@ -136,7 +130,10 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg)."""
+def refuse_as_picture(path: Path, option: str) -> None:
+    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg), or its
+    directory does not exist."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
+    if not path.parent.is_dir():
+        raise ConfigError("its directory does not exist", key=option, value=path)

@@ -6,7 +6,6 @@ To add a verb, write a :class:`~ppfleetx.commands.options.Command` and add it to
 from __future__ import annotations
 
 import difflib
-import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ppfleetx import __version__
-from ppfleetx.commands.options import import_plugins
+from ppfleetx.commands.options import import_plugins, imported
 from ppfleetx.utils.exit_codes import EXIT_USER_ERROR, run_tool
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ class Verb:
 
     def command(self) -> type[Command]:
         """Import and return the verb's class, a :class:`~ppfleetx.commands.options.Command`."""
-        module, _, name = self.place.partition(":")
-        return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
+        return imported(self.place)
 
 
 GROUPS: dict[str, tuple[Verb, ...]] = {
@@ -123,10 +121,16 @@ def main() -> None:
     run_tool(partial(_call, sys.argv[1:]))
 
 
-def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run a verb (subcommand), and end this process with its exit code. The scripts in ``tools/`` use this.
-    The arguments are those of :func:`call`."""
-    run_tool(partial(call, verb, arguments, program=program))
+def run_program(verb: str) -> None:
+    """Run a verb (subcommand) with the arguments of this process, and end the process with its exit code. The
+    scripts in ``tools/`` use this."""
+    run_tool(partial(call, verb, program=None))
+
+
+def run_function(place: str, *arguments: object, **options: object) -> None:
+    """Call a function, given as ``module:name`` within ``ppfleetx.commands``, and end this process with its
+    exit code. The programs in ``projects/`` use this."""
+    run_tool(lambda: imported(place)(*arguments, **options))
 
 
 def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = PROGRAM) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ppfleetx.commands.check import check_report, human_count
 from ppfleetx.commands.initialize import start_with
+from ppfleetx.commands.options import positive_int, whole_number
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
@@ -89,9 +90,9 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
             checks = True
         elif word.partition("=")[0] == "--world-size":
             text = word.partition("=")[2] or next(words, "")
-            if not text.isascii() or not text.isdigit() or not 0 < len(text) < 8 or int(text) < 1:
+            world = positive_int(text)
+            if world is None:
                 raise ConfigError("must be a number of at least 1", key="--world-size", value=text)
-            world = int(text)
         else:
             rest.append(word)
     if world is not None and not checks:
@@ -179,19 +180,13 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
     """Run ``dataset_preprocess_gpt.sh``: encode text with GPT-2's tokenizer into a corpus for training."""
     parser = argparse.ArgumentParser(prog="dataset_preprocess_gpt.sh", description=__doc__)
     add = parser.add_argument
-    add(
-        "--output_dir",
-        default="./data",
-        type=Path,
-        metavar="DIR",
-        help=f"has {_VOCAB} and {_MERGES} (./data)",
-    )
+    files = f"has {_VOCAB} and {_MERGES} (./data)"
+    add("--output_dir", default="./data", type=Path, metavar="DIR", help=files)
     add("--input", type=Path, metavar="FILE", help=f'one {{"text": ...}} a line (DIR/{_TEXT})')
     add("--extracted", default="./text", type=Path, metavar="DIR", help="WikiExtractor's output (./text)")
-    add("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N", help="processes")
+    half = max(1, (os.cpu_count() or 2) // 2)
+    add("--workers", type=whole_number, default=half, metavar="N", help="processes")
     args = parser.parse_args(list(argv))
-    if args.workers < 1:
-        raise DataError(f"--workers {args.workers}: at least 1 is needed")
     for name in (_VOCAB, _MERGES):
         if not (args.output_dir / name).is_file():
             raise DataError(

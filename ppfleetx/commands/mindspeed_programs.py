@@ -42,8 +42,8 @@ def msrun(argv: Sequence[str]) -> int:
     """Stand in for MindSpore's ``msrun``: start the ranks of a script with Paddle's launcher, and name the
     log files as MindSpore does. Returns the launcher's exit code, or 0 at once with ``--join=False``."""
     args = _parser().parse_args(list(argv))
-    nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))
-    if args.worker_num < 1 or args.local_worker_num < 1 or rest:
+    nodes, rest = divmod(args.worker_num, args.local_worker_num)
+    if rest:
         raise ConfigError(
             f"must be a multiple of --local_worker_num {args.local_worker_num}, the ranks of each node",
             key="--worker_num",
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="msrun", allow_abbrev=False, description="Start the ranks of a script."
     )
     add = parser.add_argument
-    add("--worker_num", type=int, default=8, metavar="N", help="ranks of the whole job (8)")
-    add("--local_worker_num", type=int, default=8, metavar="N", help="ranks of this node (8)")
+    add("--worker_num", type=whole_number, default=8, metavar="N", help="ranks of the whole job (8)")
+    add("--local_worker_num", type=whole_number, default=8, metavar="N", help="ranks of this node (8)")
     add("--master_addr", default="127.0.0.1", metavar="HOST", help="where nodes meet (127.0.0.1)")
     add("--master_port", type=int, default=8118, metavar="PORT", help="its port; one node needs none (8118)")
     add("--node_rank", type=int, default=-1, metavar="N", help="number of this node; -1: in order of arrival")

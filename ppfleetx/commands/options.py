@@ -20,6 +20,12 @@ _POSITIONAL = ""
 CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists"
 
 
+def imported(place: str) -> Any:
+    """Import what ``place`` names, as ``module:name`` within ``ppfleetx.commands``."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
+
+
 class Command:
     """Base class of verbs (subcommands). A verb is a frozen dataclass: its fields are the command-line
     options, and its docstring is the description in ``--help``.
@@ -37,8 +43,7 @@ class Command:
 
     def run(self) -> int | None:
         """Run the verb (subcommand). Returns its exit code; None means 0."""
-        module, _, name = self.program.partition(":")
-        getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
+        imported(self.program)(self)
         return None
 
     def settings(self) -> list[Setting]:
@@ -138,11 +143,17 @@ def flags_of(one: Field[Any]) -> tuple[str, ...]:
     return () if flags == (_POSITIONAL,) else flags
 
 
+def positive_int(text: str) -> int | None:
+    """Parse an integer of at least 1. Returns None if the text is not one."""
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
 def whole_number(text: str) -> int:
     """Parse an integer of at least 1. Used as the ``type=`` of an option."""
-    if not (text.isdecimal() and int(text) > 0):
+    number = positive_int(text)
+    if number is None:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
+    return number
 
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.commands.options import refuse_not_positive
+from ppfleetx.commands.options import positive_int, refuse_not_positive
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.parallel_plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(options: Plan) -> None:
-    print(report_of(options))
-
-
-def report_of(options: Plan) -> str:
-    """Make the predictions, write the files that the options name, and return the text to print."""
+    """Make the predictions, print them, and write the files that the options name."""
     refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
@@ -60,34 +56,32 @@ def report_of(options: Plan) -> str:
         _files(options, cfg, prediction)
     if options.json:
         calibrated = {"calibration": calibration.splitlines()} if calibration else {}
-        return json.dumps({**_json(written, prediction, found, questions, options), **calibrated})
+        print(json.dumps({**_json(written, prediction, found, questions, options), **calibrated}))
+        return
     lines = [*([calibration] if calibration else []), _text(options, prediction, found, cluster)]
     if prediction is not None:
         lines += answers(prediction, _tokens(written, prediction, options), questions)
         if found is not None:
             lines += ["", "Why not", *(f"- {sentence}" for sentence in why_not(prediction))]
         lines += ["", constants(cluster)]
-    return "\n".join(lines)
+    print("\n".join(lines))
 
 
 def _questions_of(options: Plan) -> RunCostOptions:
-    ramp = None
-    if options.ramp is not None:
-        numbers = _numbers(options.ramp, "--ramp")
-        if len(numbers) != 3:
-            raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
-        ramp = (numbers[0], numbers[1], numbers[2])
-    scale = _numbers(options.scale, "--scale") if options.scale is not None else ()
+    ramp = None if options.ramp is None else _numbers(options.ramp, "--ramp")
+    if ramp is not None and len(ramp) != 3:
+        raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
+    scale = () if options.scale is None else _numbers(options.scale, "--scale")
     return RunCostOptions(
-        options.price, options.mtbf, options.save_seconds, options.restart_seconds, tuple(scale), ramp
+        options.price, options.mtbf, options.save_seconds, options.restart_seconds, scale, ramp
     )
 
 
-def _numbers(text: str, key: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) > 0 for part in parts):
+def _numbers(text: str, key: str) -> tuple[int, ...]:
+    numbers = tuple(positive_int(part.strip()) for part in text.split(","))
+    if None in numbers:
         raise ConfigError("takes integers of at least 1, separated by commas", key=key, value=text)
-    return [int(part) for part in parts]
+    return numbers
 
 
 def _words(options: Plan) -> str | None:

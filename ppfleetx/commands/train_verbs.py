@@ -20,6 +20,7 @@ from ppfleetx.commands.options import (
     option,
     plugin_option,
     positional,
+    positive_int,
     refuse_not_positive,
     repeated,
     switch,
@@ -232,13 +233,12 @@ examples:
 
         refuse_not_positive(self, "tokens_per_param", "price")
         count, _, card = self.cards.partition("x")
-        if not (count.isascii() and count.isdigit() and len(count) < 7 and int(count) > 0 and card):
+        devices = positive_int(count)
+        if devices is None or not card:
             raise ConfigError("must be like 8xA100-80GB", key="--cards", value=self.cards)
         if self.write is not None:
             refuse_as_new_file(Path(self.write), "--write")
-        inputs = RecipeInputs(
-            self.depth, int(count), card, self.tokens_per_param, self.seq_len, self.vocab_size
-        )
+        inputs = RecipeInputs(self.depth, devices, card, self.tokens_per_param, self.seq_len, self.vocab_size)
         found = recipe(inputs, self.per_node)
         if self.write is None:
             print(found.yaml(self.price), end="")

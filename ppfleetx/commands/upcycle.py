@@ -87,7 +87,7 @@ def _check_mixture(model: ModelConfig) -> None:
 
 
 def upcycled(
-    dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
+    dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float
 ) -> dict[str, LazyTensor]:
     """Return the parameters of a mixture of experts by name, made from those of a dense model.
 

@@ -6,7 +6,7 @@ Code that reads a configuration raises ConfigError for any mistake in it.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
@@ -104,3 +104,14 @@ class MissingDataError(DataError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing or damaged, or does not fit the model."""
+
+
+class RuleError(ValueError):
+    """Configuration values that are valid one by one but do not fit together.
+
+    ``keys`` are their dotted keys within the section, beginning with the most likely mistake.
+    """
+
+    def __init__(self, keys: Sequence[str], rule: str) -> None:
+        self.keys, self.rule = tuple(keys), rule
+        super().__init__(f"{', '.join(keys)}: {rule}")

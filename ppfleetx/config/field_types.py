@@ -6,11 +6,13 @@ Each type carries a :class:`Says`, which describes its values in messages and in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ppfleetx.config.errors import RuleError
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 MAX_COUNT = 2**63 - 1
@@ -42,17 +44,6 @@ class Section(BaseModel):
         for violation in self.violations():
             raise violation
         return self
-
-
-class RuleError(ValueError):
-    """Configuration values that are valid one by one but do not fit together.
-
-    ``keys`` are their dotted keys within the section, beginning with the most likely mistake.
-    """
-
-    def __init__(self, keys: Sequence[str], rule: str) -> None:
-        self.keys, self.rule = tuple(keys), rule
-        super().__init__(f"{', '.join(keys)}: {rule}")
 
 
 @dataclass(frozen=True)

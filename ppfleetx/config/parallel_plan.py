@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import chain, product
 from typing import Literal, NamedTuple
 
-from ppfleetx.config.field_types import RuleError
+from ppfleetx.config.errors import RuleError
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""

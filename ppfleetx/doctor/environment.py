@@ -20,21 +20,8 @@ from ppfleetx.utils.process_env import import_paddle, prepare_process
 PADDLE = "3.3."
 """Prefix of the Paddle versions that ppfleetx supports."""
 _PREFIXES = (
-    "NCCL_",
-    "HCCL_",
-    "BKCL_",
-    "ASCEND_RT_",
-    "NPU_",
-    "XPU",
-    "GLOO_",
-    "FLAGS_",
-    "CUDA_",
-    "NVIDIA_",
-    "OMP_",
-    "MKL_",
-    "PADDLE_",
-    "PPFLEETX_",
-    "MASTER_",
+    *("NCCL_", "HCCL_", "BKCL_", "GLOO_", "ASCEND_RT_", "NPU_", "XPU", "CUDA_", "NVIDIA_"),
+    *("FLAGS_", "OMP_", "MKL_", "PADDLE_", "PPFLEETX_", "MASTER_"),
 )
 _SET_BY_LAUNCHER = (
     *(f"PADDLE_{name}" for name in ("AUTO", "BACKUP", "CURRENT", "DISTRI", "GLOBAL", "LOCAL", "LOG")),
@@ -73,7 +60,8 @@ def _paddle_version() -> Row:
 
 
 def machine(target: Target) -> Iterator[Row]:
-    model = next((line.partition(":")[2].strip() for line in _model_lines()), platform.machine())
+    lines = (line for line in read_cpuinfo().splitlines() if line.startswith("model name"))
+    model = next((line.partition(":")[2].strip() for line in lines), platform.machine())
     cpus, free = available_cpus(), available_bytes()
     memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
     yield ok("host", f"{platform.node()}, {platform.system()} {platform.release()}")
@@ -85,10 +73,6 @@ def machine(target: Target) -> Iterator[Row]:
         )
     else:
         yield ok("processor", f"{model}, {cpus} CPUs{memory}")
-
-
-def _model_lines() -> Iterator[str]:
-    return (line for line in read_cpuinfo().splitlines() if line.startswith("model name"))
 
 
 def limits(target: Target) -> Iterator[Row]:

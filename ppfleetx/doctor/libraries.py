@@ -65,12 +65,8 @@ def broken_row(error: BaseException, name: str = "") -> Row:
     name = name or next(known, "a library")
     where = f" ({outside[-1]})" if outside else ""
     text = f"{name} cannot be imported: {type(error).__name__}: {error}{where}"
-    row = fail("libraries", text[:600], _reinstall(LIBRARIES.get(name, "NAME")))
-    return replace(row, group="environment")
-
-
-def _reinstall(distribution: str) -> str:
-    return (
-        f"pip install --force-reinstall {distribution} with {sys.executable}; a system library that it needs "
-        "(lib….so) comes with the system's packages"
+    fix = (
+        f"pip install --force-reinstall {LIBRARIES.get(name, 'NAME')} with {sys.executable}; a system "
+        "library that it needs (lib….so) comes with the system's packages"
     )
+    return replace(fail("libraries", text[:600], fix), group="environment")

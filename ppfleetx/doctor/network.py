@@ -196,11 +196,10 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
         yield from network(Target(world_size=2, environ=environ))
 
 
-def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
-    """Return the IPv4 address of a host name, or "" if the name is unknown or no name server answers within
-    ``seconds``."""
+def resolved(host: str) -> str:
+    """Return the IPv4 address of a host name, or "" if the name is unknown or no name server answers."""
     try:
-        return within(seconds, lambda: socket.gethostbyname(host))
+        return within(_RESOLVE_SECONDS, lambda: socket.gethostbyname(host))
     except (OSError, UnicodeError):  # UnicodeError: a label is empty or too long
         return ""
 

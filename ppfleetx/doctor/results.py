@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,15 +52,8 @@ class Row:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "group": self.group,
-            "name": self.name,
-            "status": str(self.status),
-            "found": self.found,
-            "cure": self.fix,
-            "ranks": list(self.ranks),
-            "numbers": dict(self.numbers),
-        }
+        content = asdict(self)
+        return {"group": content.pop("group"), "cure": content.pop("fix"), **content}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Row:
@@ -129,37 +122,21 @@ def lacks(dtype: str) -> bool:
 def within(seconds: float, act: Callable[[], Result]) -> Result:
     """Call ``act`` in a thread and return its result, or raise its error. If it takes longer than
     ``seconds``, raises TimeoutError and leaves the thread running."""
-    answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
+    answer: Future[Result] = Future()
 
     def run() -> None:
         try:
-            answers.put((act(), None))
+            answer.set_result(act())
         except Exception as error:  # noqa: BLE001  (raised below)
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="within", daemon=True).start()
-    try:
-        result, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result
+    return answer.result(timeout=seconds)
 
 
 GROUPS = (
-    "nodes",
-    "processes",
-    "environment",
-    "configuration",
-    "files",
-    "storage",
-    "network",
-    "agreement",
-    "operators",
-    "losses",
-    "card",
-    "collectives",
+    *("nodes", "processes", "environment", "configuration", "files", "storage"),
+    *("network", "agreement", "operators", "losses", "card", "collectives"),
 )
 """The headings of the report, in order."""
 _WIDEST, _NARROWEST = 160, 60
@@ -201,14 +178,17 @@ def in_groups(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_json(rows: Sequence[Row], world_size: int) -> str:
-    counts = {str(status): sum(row.status is status for row in rows) for status in Status}
     content = {
         "ok": exit_code(rows) == 0,
         "world_size": world_size,
-        "counts": counts,
+        "counts": _counts(rows),
         "rows": [row.as_json() for row in rows],
     }
     return json.dumps(content, indent=2)
+
+
+def _counts(rows: Sequence[Row]) -> dict[Status, int]:
+    return {status: sum(row.status is status for row in rows) for status in Status}
 
 
 def as_table(rows: Sequence[Row]) -> str:
@@ -224,7 +204,7 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    counts = {status: sum(row.status is status for row in rows) for status in Status}
+    counts = _counts(rows)
     parts = [f"{counts[status]} {status}" for status in Status if counts[status]]
     failed = counts[Status.FAIL]
     head = f"{counted(failed, 'check')} failed" if failed else "ready"

@@ -40,9 +40,19 @@ _LOST_FIX = (
 _FIRST_FAILURES = "a check failed that communication depends on"
 
 
-def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
-    rows = [row for check in checks if check.is_for(target) for row in examine(check, target)]
-    return [*target.found, *rows]
+def examine_all(
+    target: Target,
+    checks: Sequence[Check] | None = None,
+    announce: Callable[[str], None] = lambda what: None,
+) -> list[Row]:
+    """Run the checks that this process runs by itself, or only ``checks``. ``announce`` is called with the
+    name of each check before it runs."""
+    rows = list(target.found)
+    for check in CHECKS if checks is None else checks:
+        if check.is_for(target):
+            announce(f"{check.group}, {check.title}")
+            rows += examine(check, target)
+    return rows
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
@@ -98,12 +108,7 @@ class Examination:
         return in_groups([*joined(self.rows), *self.of_job])
 
     def run_local_checks(self) -> None:
-        own = list(self.target.found)
-        for check in CHECKS:
-            if check.is_for(self.target):
-                self.meeting.announce(f"{check.group}, {check.title}")
-                own += examine(check, self.target)
-        self._share(own, _CHECK_SECONDS)
+        self._share(examine_all(self.target, announce=self.meeting.announce), _CHECK_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
         """Exchange report rows with all other processes, and add the rows of all ranks to :attr:`rows`. If
@@ -127,11 +132,7 @@ class Examination:
     def compare(self) -> None:
         """Check that versions, configuration, data and so on are equal in all processes, and that all
         machines see the same output directory."""
-
-        def announce(what: str) -> None:
-            self.meeting.announce(f"{_AGREEMENT}, {what}")
-
-        facts = read_facts(self.target, announce)
+        facts = read_facts(self.target, lambda what: self.meeting.announce(f"{_AGREEMENT}, {what}"))
         # Hashes first, because most facts are equal on all processes.
         hashes = self._answered(self.meeting.exchange(digests(facts), _SHORT_SECONDS))
         names = differing(list(hashes.values()))

@@ -7,14 +7,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve()
 sys.path.insert(0, str(_HERE.parents[2]))
 
-from ppfleetx.utils.exit_codes import run_tool
-
-
-def main() -> None:
-    from ppfleetx.commands.mindspeed_programs import run
-
-    run(sys.argv[1:], _HERE.with_name("pretrain_gpt_38BV3.yaml"))
-
+from ppfleetx.commands.main import run_function
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_function("mindspeed_programs:run", sys.argv[1:], _HERE.with_name("pretrain_gpt_38BV3.yaml"))

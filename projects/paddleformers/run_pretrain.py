@@ -6,14 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ppfleetx.utils.exit_codes import run_tool
-
-
-def main() -> None:
-    from ppfleetx.commands.megatron_programs import run_paddleformers
-
-    run_paddleformers(sys.argv[1:])
-
+from ppfleetx.commands.main import run_function
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_function("megatron_programs:run_paddleformers", sys.argv[1:])

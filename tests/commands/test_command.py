@@ -35,7 +35,7 @@ def test_every_verb_explains_itself(name: str, capsys: pytest.CaptureFixture[str
 def test_a_tool_is_a_verb() -> None:
     told = {}
     for tool in TOOLS:
-        if not tool.name.startswith("gen_"):  # those write files of the repository
+        if not tool.name.startswith(("gen_", "run_verb")):  # those write files, or are imported by the others
             (told[tool.name],) = re.findall(r'run_program\("([\w-]+)"\)', tool.read_text())
     assert set(told.values()) <= set(VERBS) and len(set(told.values())) == len(told)
     assert sum(len(verbs) for verbs in GROUPS.values()) == len(VERBS)
@@ -64,16 +64,7 @@ def test_help_imports_nothing_slow() -> None:
         (["trian"], 2, "error: there is no verb 'trian': did you mean train? `ppfleetx --help`"),
         (["check", "-c", "nowhere.yaml"], 2, "error: nowhere.yaml: there is no such file"),
         (["train"], 2, "usage: ppfleetx train"),
-        (["supervise"], 2, "error: give the command to run after --"),
-        (["supervise", "--", "no-such-program"], 2, "error: COMMAND = 'no-such-program': there is no such"),
-        (["supervise", "--backoff", "-1", "--", "true"], 2, "error: --backoff = -1.0: must be at least 0"),
-        (["translate", "nowhere"], 2, "error: FILE = 'nowhere': there is no such file"),
-        (
-            ["tokenizer", "--input", "README.md", "--vocab-size", "300", "--output", "README.md"],
-            2,
-            "error: --output = 'README.md': ",
-        ),
-        (["translate", "tests"], 2, "error: FILE = 'tests': is a directory"),
+        (["help", "configs"], 0, "usage: ppfleetx configs [-h] [copy NAME DIR"),
     ],
 )
 def test_exit_codes(words: list[str], code: int, said: str) -> None:

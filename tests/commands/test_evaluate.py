@@ -14,7 +14,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from ppfleetx.checkpoint.weights import Weights
-from ppfleetx.commands.evaluate import Accuracy, Perplexity, result_of, table, write
+from ppfleetx.commands.evaluate import result_of, table, write
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.conversion.convert import Conversion, convert
@@ -130,18 +130,11 @@ def test_weights_that_are_not_finite_show(
         "Engine.eval_iters": 1,
         "Data.Eval": f"{{dataset: {{input_dir: {corpus}, split: [0, 1, 0], max_seq_len: 16}}}}",
     }
-    mp = {"Distributed.mp_degree": 2}
-    for found in pools(2).run(
-        "tests.commands.eval_program:score",
-        config=config,
-        overrides=spoilt | mp,
-        case=[150, 16, 5],
-        world=2,
-    ):
+    mp, same = {"Distributed.mp_degree": 2}, {"config": config, "world": 2}
+    program = "tests.commands.eval_program:"
+    for found in pools(2).run(f"{program}score", overrides=spoilt | mp, case=[150, 16, 5], **same):
         assert (found["loss"], found["ppl"]) == ("nan", "nan")
-    for found in pools(2).run(
-        "tests.commands.eval_program:loss_on_corpus", config=config, overrides=on_corpus | mp, world=2
-    ):
+    for found in pools(2).run(f"{program}loss_on_corpus", overrides=on_corpus | mp, **same):
         assert found == "nan nan"
     found = score(config, spoilt | CLOZE, "hf_llama")
     assert (found["num_correct"], found["accuracy"]) == ("nan", "nan")
@@ -150,9 +143,6 @@ def test_weights_that_are_not_finite_show(
 def test_results_as_table_and_json(configs: dict[str, str], tmp_path: Path) -> None:
     cfg = load_config(configs["hf_gpt2"])
     result = result_of(cfg, sliding(150, 16, 5), 149 * 2.5)
-    assert isinstance(result, Perplexity)
-    assert result.loss == 2.5
-    assert result.ppl == pytest.approx(12.182493960703473)
     assert [line.split() for line in table(result).splitlines()[1:-1]] == [
         ["file", "golden"],
         ["detokenizer", "none"],
@@ -166,9 +156,7 @@ def test_results_as_table_and_json(configs: dict[str, str], tmp_path: Path) -> N
     write(tmp_path / "result.json", result_of(cfg, sliding(150, 16, 5), math.nan), {"step": 3})
     written = json.loads((tmp_path / "result.json").read_text())
     assert (written["kind"], written["step"], written["loss"]) == ("perplexity", 3, None)
-    accuracy = result_of(cfg, last_words("hf_gpt2"), 37 / 4)
-    assert isinstance(accuracy, Accuracy)
-    assert accuracy.accuracy == 0.25
+    assert result_of(cfg, last_words("hf_gpt2"), 37 / 4).accuracy == 0.25
 
 
 def test_perplexity_has_no_cap(configs: dict[str, str]) -> None:

@@ -27,26 +27,21 @@ def test_several_refusals_stand_on_lines_of_their_own(monkeypatch) -> None:
 
 
 def test_a_corpus_that_is_not_there_names_its_key_and_how_one_is_made(tmp_path) -> None:
-    (tmp_path / "empty").mkdir()
-    for entry, words in ((tmp_path / "none", "no corpus at"), (tmp_path / "empty", "no corpus in")):
-        cfg = load_config(PRETRAIN, [*ON_CPU, f"Data.Train.dataset.input_dir={entry}"])
-        with pytest.raises(DataError, match=words) as caught:
-            start_with(cfg, reads=("Train",))
-        message = str(caught.value)
-        assert message.startswith("Data.Train.dataset.input_dir (-o override 3): ")
-        assert "ppfleetx prepare makes a corpus of text" in message
-        assert "-o Data.Train.dataset.input_dir=PREFIX" in message
-    with pytest.raises(DataError, match=r"Data.Train.dataset.input_dir \(.*\.yaml:\d+\): no corpus at"):
-        start_with(load_config(PRETRAIN, ON_CPU), reads=("Train",))
+    for given, words in (
+        ([f"Data.Train.dataset.input_dir={tmp_path / 'none'}"], r"\(-o override 3\): no corpus at"),
+        ([f"Data.Train.dataset.input_dir={tmp_path}"], r"\(-o override 3\): no corpus in"),
+        ([], r"\(.*\.yaml:\d+\): no corpus at"),
+    ):
+        with pytest.raises(DataError, match=rf"^Data.Train.dataset.input_dir {words}.*ppfleetx prepare"):
+            start_with(load_config(PRETRAIN, [*ON_CPU, *given]), reads=("Train",))
 
 
 def test_a_tokenizer_that_is_not_there_names_its_key_and_where_gpt2s_is(tmp_path) -> None:
     recipe = "ppfleetx/configs/nlp/gpt/finetune_gpt_345M_single_card_sft.yaml"
     cfg = load_config(recipe, [*ON_CPU, f"Data.tokenizer.dir={tmp_path / 'none'}"])
-    with pytest.raises(DataError, match=r"Data.tokenizer.dir \(-o override 3\): no tokenizer at") as caught:
+    said = r"Data.tokenizer.dir \(-o override 3\): no tokenizer at .*huggingface.co/openai-community/gpt2"
+    with pytest.raises(DataError, match=said):
         start_with(cfg, reads=("Train",))
-    assert "https://huggingface.co/openai-community/gpt2" in str(caught.value)
-    assert "ppfleetx tokenizer" in str(caught.value)
 
 
 def test_without_data_the_key_is_named() -> None:

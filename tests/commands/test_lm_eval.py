@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.commands.lm_eval import find_tasks, load_model, measure
-from ppfleetx.commands.lm_eval_task_options import generation_options
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.lm_eval import find_tasks
 from ppfleetx.commands.model_verbs import LmEval
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -37,22 +37,65 @@ metric_list:
 """
 
 
-def test_options_of_tasks_in_words_of_ours() -> None:
-    assert generation_options({"until": ["\n", ""], "do_sample": False, "temperature": 0.0}, 9) == (
-        {"max_dec_len": 9, "decode_strategy": "greedy_search"},
-        ["\n"],
-    )
-    assert generation_options({"until": "x", "max_gen_toks": 5, "temperature": 0.7, "top_p": 0.9}, 9) == (
-        {"max_dec_len": 5, "top_k": 50, "top_p": 0.9, "decode_strategy": "sampling", "temperature": 0.7},
-        ["x"],
-    )
-    options, stops = generation_options({"num_beams": 3, "max_new_tokens": 4, "top_k": 50}, 9)
-    beams = {"max_dec_len": 4, "num_beams": 3, "decode_strategy": "beam_search", "length_penalty": 1.0}
-    assert (options, stops) == (beams, [])
-    with pytest.raises(ConfigError, match="num_beams = 3"):
-        generation_options({"num_beams": 3, "do_sample": True}, 9)
-    with pytest.raises(ConfigError, match=r"eta_cutoff = 0\.2"):
-        generation_options({"eta_cutoff": 0.2}, 9)
+@pytest.fixture
+def harness_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Our module with stand-ins for the harness, which need not be installed."""
+
+    class TemplateLM:
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            before = self.tok_encode(context)
+            return before, self.tok_encode(context + continuation)[len(before) :]
+
+    def windows(
+        token_list: list[int], prefix_token: int, *_: int, **__: int
+    ) -> list[tuple[list[int], list[int]]]:
+        return [([prefix_token], token_list)]
+
+    modules = {
+        "lm_eval.api.instance": {"Instance": object},
+        "lm_eval.api.model": {"TemplateLM": TemplateLM},
+        "lm_eval.utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda pair: pair},
+    }
+    for name in ("lm_eval", "lm_eval.api", *modules):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model", raising=False)
+    module = importlib.import_module("ppfleetx.commands.lm_eval_model")
+    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "stops"),
+    [
+        (
+            {"until": ["\n", ""], "do_sample": False, "temperature": 0.0},
+            {"max_dec_len": 9, "decode_strategy": "greedy_search"},
+            ["\n"],
+        ),
+        (
+            {"until": "x", "max_gen_toks": 5, "temperature": 0.7, "top_p": 0.9},
+            {"max_dec_len": 5, "top_k": 50, "top_p": 0.9, "decode_strategy": "sampling", "temperature": 0.7},
+            ["x"],
+        ),
+        (
+            {"num_beams": 3, "max_new_tokens": 4, "top_k": 50},
+            {"max_dec_len": 4, "num_beams": 3, "decode_strategy": "beam_search", "length_penalty": 1.0},
+            [],
+        ),
+    ],
+)
+def test_options_of_tasks_in_words_of_ours(
+    harness_model: ModuleType, asked: dict, options: dict, stops: list
+) -> None:
+    assert harness_model.generation_options(asked, 9) == (options, stops)
+
+
+def test_options_that_generation_lacks_are_named(harness_model: ModuleType) -> None:
+    for asked in ({"num_beams": 3, "do_sample": True}, {"eta_cutoff": 0.2}):
+        with pytest.raises(ConfigError, match=f"{next(iter(asked))} = "):
+            harness_model.generation_options(asked, 9)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +125,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     convert(Conversion("hf", "ppfleetx", place / "hf", place / "ours"))
     options = ["Global.device=cpu", f"Engine.save_load.ckpt_dir={place / 'ours'}"]
     cfg = load_config(place / "ours" / "config.yaml", options)
-    ours = load_model(cfg, ParallelContext.single(), batch_size=3)
+    from ppfleetx.commands.lm_eval_model import HarnessModel
+
+    generator = load_generator(cfg, ParallelContext.single())
+    ours = HarnessModel(generator, cfg.Model.vocab_size, batch_size=3)
     theirs = huggingface.HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(place / "hf"),
         tokenizer=transformers.AutoTokenizer.from_pretrained(place / "hf"),
@@ -146,62 +192,37 @@ def test_a_task_of_ones_own(both: tuple[Any, Any], tmp_path: Path) -> None:
     texts = [f"{WORDS} {word}" for word in WORDS.split()]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "tiny.yaml").write_text(TASK.format(place=tmp_path))
-    manager = find_tasks(["tiny_last_word"], str(tmp_path))
-    found, expected = (measure(model, ["tiny_last_word"], manager)["results"] for model in both)
+    from lm_eval import simple_evaluate
+
+    asked = {"tasks": ["tiny_last_word"], "task_manager": find_tasks(["tiny_last_word"], str(tmp_path))}
+    found, expected = (
+        simple_evaluate(model=model, **asked, bootstrap_iters=0, log_samples=False)["results"]
+        for model in both
+    )
     for metric in ("acc,none", "perplexity,none"):
         value = expected["tiny_last_word"][metric]
         assert found["tiny_last_word"][metric] == pytest.approx(value, rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("is_installed", "options", "words"),
     [
-        ({"num_fewshot": -1}, "--num-fewshot = -1: must be at least 0"),
-        ({}, "Engine.save_load.ckpt_dir: names no checkpoint"),
+        (True, {"num_fewshot": -1}, "--num-fewshot = -1: "),
+        (True, {}, "Engine.save_load.ckpt_dir: names no checkpoint"),
+        (None, {"config": "there is no such file"}, r"pip install 'ppfleetx\[lm_eval\]'"),
     ],
 )
 def test_mistakes_are_found_before_paddle_is_loaded(
-    options: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+    is_installed: bool | None, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppfleetx.commands.lm_eval.find_spec", lambda name: True)
-    monkeypatch.setattr(
-        "ppfleetx.commands.lm_eval.start_with", lambda cfg: pytest.fail("a process was started")
-    )
+    program = "ppfleetx.commands.lm_eval"
+    monkeypatch.setattr(f"{program}.find_spec", lambda name: is_installed)
+    monkeypatch.setattr(f"{program}.start_with", lambda cfg: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=words):
-        LmEval(config=str(NANO), tasks="a task", **options).run()
+        LmEval(**{"config": str(NANO), "tasks": "a task", **options}).run()
 
 
-def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppfleetx.commands.lm_eval.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'ppfleetx\[lm_eval\]'"):
-        LmEval(config="there is no such file", tasks="a task").run()
-
-
-def test_bos_begins_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness's classes are stand-ins here: what counts is which ids are scored after which."""
-
-    class TemplateLM:
-        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            before = self.tok_encode(context)
-            return before, self.tok_encode(context + continuation)[len(before) :]
-
-    def windows(
-        token_list: list[int], prefix_token: int, *_: int, **__: int
-    ) -> list[tuple[list[int], list[int]]]:
-        return [([prefix_token], token_list)]
-
-    modules = {
-        "lm_eval.api.instance": {"Instance": object},
-        "lm_eval.api.model": {"TemplateLM": TemplateLM},
-        "lm_eval.utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda pair: pair},
-    }
-    for name in ("lm_eval", "lm_eval.api", *modules):
-        module = ModuleType(name)
-        vars(module).update(modules.get(name, {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model", raising=False)
-    harness_model = importlib.import_module("ppfleetx.commands.lm_eval_model")
-    monkeypatch.delitem(sys.modules, "ppfleetx.commands.lm_eval_model")
+def test_bos_begins_a_text_once(harness_model: ModuleType) -> None:
     for name in ("llama2", "llama3", "gpt2"):
         tokenizer = Tokenizer.load(GOLDENS / "tokenizers" / name)
         generator = SimpleNamespace(

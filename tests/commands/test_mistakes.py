@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from ppfleetx.commands.loss_compare import Compare
-from ppfleetx.commands.main import _call, call
+from ppfleetx.commands.main import _call
 from ppfleetx.config.errors import ConfigError, UserError, shown
 
 TO_HF = "convert --from ppfleetx --to hf --input folder"
@@ -39,10 +39,7 @@ MISTAKES = {
     "configs-proc": ("configs copy gpt_nano /proc/nope", "DIR = '/proc/nope'"),
     "configs-file": (f"configs copy gpt_nano {FILE}", f"DIR = '{FILE}'"),
     "plan-report": (f"plan -c gpt_nano --plan dp=1 --report {FILE}", f"--report = '{FILE}'"),
-    "tokenizer-output": (
-        f"tokenizer --input c.jsonl --vocab-size 9 --output {UNDER}",
-        f"--output = '{UNDER}'",
-    ),
+    "tokenizer-output": (f"tokenizer --input c.jsonl --vocab-size 9 --output {UNDER}", f"'{UNDER}'"),
     "stdlib-output": (f"stdlib-corpus --output {UNDER}/y", f"--output = '{UNDER}'"),
     "quantize-output": (f"quantize folder --to int8 --output {UNDER}", f"--output = '{UNDER}'"),
     "prune-output": (f"prune folder --ratio 0.5 --output {UNDER}", f"--output = '{UNDER}'"),
@@ -50,7 +47,16 @@ MISTAKES = {
     "convert-output": (f"{TO_HF} --output {UNDER}", f"--output = '{UNDER}'"),
     "convert-tokenizer": (f"{TO_HF} --output new --tokenizer nope", "--tokenizer = 'nope'"),
     "compare-work-dir": (f"compare -c gpt_nano --work-dir {UNDER}", f"--work-dir = '{UNDER}'"),
-    "compare-plot": (f"compare -c gpt_nano --plot {UNDER}", f"--plot = '{UNDER}'"),
+    "compare-plot": (f"compare -c gpt_nano --plot {UNDER}.png", f"--plot = '{UNDER}.png'"),
+    "compare-tolerance": ("compare --metrics-a a --metrics-b b --bitwise --rtol 1e-2", "--rtol"),
+    "check-directory": ("check -c folder", "folder: is a directory without a config.yaml"),
+    "doctor-negative": ("doctor --timeout -1", "--timeout = -1.0"),
+    "doctor-nan": ("doctor --timeout nan", "--timeout = nan"),
+    "supervise-nothing": ("supervise", "give the command to run after --"),
+    "supervise-program": ("supervise -- no-such-program", "COMMAND = 'no-such-program'"),
+    "supervise-negative": ("supervise --backoff -1 -- true", "--backoff = -1.0"),
+    "translate-absent": ("translate nowhere", "FILE = 'nowhere': there is no such file"),
+    "translate-directory": ("translate folder", "FILE = 'folder': is a directory"),
 }
 
 
@@ -71,11 +77,6 @@ def test_a_mistake_names_its_option(line: str, named: str) -> None:
     assert not Path("new").exists()
 
 
-def test_a_directory_that_is_no_configuration() -> None:
-    with pytest.raises(ConfigError, match=r"folder: is a directory without a config\.yaml"):
-        call("check", ["-c", "folder"])
-
-
 def test_compare_takes_shipped_names_and_says_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
@@ -88,12 +89,6 @@ def test_compare_takes_shipped_names_and_says_error_once(monkeypatch: pytest.Mon
         Compare(config="gpt_nano").run()
     assert "error:" not in str(caught.value) and "Global.x: no" in str(caught.value)
     assert Path(commands[0][commands[0].index("-c") + 1]).is_file()
-
-
-def test_help_of_a_verb(capsys) -> None:
-    with pytest.raises(SystemExit):
-        _call(["help", "configs"])
-    assert "copy NAME DIR" in capsys.readouterr().out
 
 
 def test_a_second_copy_says_that_it_is_there(tmp_path, capsys) -> None:

@@ -95,9 +95,3 @@ def test_two_values_for_one_key_contradict_each_other() -> None:
     assert load_config(SECTIONS, [port, "Serve.port=9000"]).Serve.port == 9000
     with pytest.raises(ConfigError, match=r"Serve.port = 1 \(-o override 1\): is already set by --port"):
         load_config(SECTIONS, [port, "Serve.port=1"])
-
-
-def test_sections_name_their_place() -> None:
-    wrong = Sections({**SECTIONS.values, "Global": {"seed": "x"}}, "argument config")
-    with pytest.raises(ConfigError, match=r"Global.seed = 'x' \(argument config\)"):
-        load_config(wrong)

@@ -94,9 +94,5 @@ def test_losses_are_those_that_are_committed_and_a_wrong_kernel_is_found(monkeyp
 
 def test_a_loss_that_is_no_number_is_found():
     golden = json.loads(golden_losses.GOLDEN.read_text())["losses"]["GPT"]
-    assert golden_losses.losses_row("GPT", golden, golden, 1e-5).status is Status.OK
-    assert golden_losses.losses_row("GPT", [golden[0], float("nan"), 0.0], golden, 1e-5).status is Status.FAIL
-    assert (
-        golden_losses.losses_row("GPT", [loss * (1 + 2e-5) for loss in golden], golden, 1e-5).status
-        is Status.FAIL
-    )
+    for found in ([golden[0], float("nan"), 0.0], [loss * (1 + 2e-5) for loss in golden]):
+        assert golden_losses.losses_row("GPT", found, golden, 1e-5).status is Status.FAIL

@@ -39,14 +39,43 @@ def test_data_that_is_there_is_opened(target):
     assert "checksums" not in rows
 
 
-def test_data_that_is_not_there_is_named(target, tmp_path):
-    elsewhere = f"Data.Train.dataset.input_dir={tmp_path / 'elsewhere'}"
-    rows = by_name(files.data(target(elsewhere)))
-    assert (
-        rows["Data.Train"].status is Status.FAIL and str(tmp_path / "elsewhere") in rows["Data.Train"].found
-    )
-    assert "mount" in rows["Data.Train"].fix
-    assert rows["Data.Eval"].status is Status.OK
+def missing(prefix):
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}{suffix}").unlink()
+
+
+def cut_off(prefix):
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.truncate(1000)
+
+
+def changed(prefix):
+    """One bit on the disk."""
+    content = np.fromfile(f"{prefix}.bin", np.uint8)
+    content[1000] ^= 1
+    content.tofile(f"{prefix}.bin")
+
+
+def short(prefix):
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document(np.arange(5), [5])
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (missing, "toy"),
+        (cut_off, "toy.bin"),
+        (changed, "block 0, bytes [0, 4,800), is not as it was written"),
+        (short, "the Train split has 5 tokens, and one sample needs 33"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_named(target, prefix, fault, words):
+    before = files.fingerprints(target())
+    fault(prefix)
+    row = by_name(files.data(target()))["Data.Train"]
+    assert row.status is Status.FAIL and words in row.found and "mount" in row.fix
+    assert fault is changed or files.fingerprints(target()) != before
 
 
 def test_data_that_this_user_may_not_read_is_named(target, prefix):
@@ -62,25 +91,6 @@ def test_data_that_this_user_may_not_read_is_named(target, prefix):
     assert found["Data.Train"] == "not readable"
 
 
-def test_data_that_was_cut_off_is_named(target, prefix):
-    before = files.fingerprints(target())
-    with open(f"{prefix}.bin", "r+b") as file:
-        file.truncate(1000)
-    row = by_name(files.data(target()))["Data.Train"]
-    assert row.status is Status.FAIL and f"{prefix}.bin" in row.found
-    assert files.fingerprints(target()) != before
-
-
-def test_a_byte_that_changed_on_disk_is_named(target, prefix):
-    with open(f"{prefix}.bin", "r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)
-        file.seek(1000)
-        file.write(bytes([byte[0] ^ 1]))
-    row = by_name(files.data(target()))["Data.Train"]
-    assert row.status is Status.FAIL and "block 0, bytes [0, 4,800), is not as it was written" in row.found
-
-
 def test_a_corpus_without_checksums_is_a_warning(target, prefix):
     before = files.fingerprints(target())
     Path(f"{prefix}.checksums.json").unlink()
@@ -89,16 +99,17 @@ def test_a_corpus_without_checksums_is_a_warning(target, prefix):
     assert files.fingerprints(target())[str(prefix)] != before[str(prefix)]
 
 
-def test_a_tokenizer_that_is_not_there_or_too_large_is_named(target, tmp_path):
-    (row,) = files.tokenizer(target(f"Data.tokenizer.dir={tmp_path / 'none'}"))
-    assert row.status is Status.FAIL and "Data.tokenizer.dir" in row.found
-    (row,) = files.tokenizer(target("Model.vocab_size=100", "Model.vocab_size_divisible_unit=4"))
-    assert row.status is Status.FAIL and "vocab_size" in row.found
-
-
-def test_a_checkpoint_that_is_not_there_is_named(target, tmp_path):
-    (row,) = files.checkpoints(target(f"Engine.save_load.init_from={tmp_path / 'none'}"))
-    assert row.status is Status.FAIL and row.name == "Engine.save_load.init_from"
+@pytest.mark.parametrize(
+    ("check", "overrides", "named"),
+    [
+        (files.tokenizer, ["Data.tokenizer.dir=none"], "Data.tokenizer.dir"),
+        (files.tokenizer, ["Model.vocab_size=100", "Model.vocab_size_divisible_unit=4"], "vocab_size"),
+        (files.checkpoints, ["Engine.save_load.init_from=none"], "Engine.save_load.init_from"),
+    ],
+)
+def test_what_a_run_starts_from_and_is_not_there_or_does_not_fit_is_named(target, check, overrides, named):
+    (row,) = check(target(*overrides))
+    assert row.status is Status.FAIL and named in f"{row.name} {row.found}"
 
 
 # -- output directory ------------------------------------------------------------------------------
@@ -181,10 +192,3 @@ def test_memory_against_what_is_there(target):
     assert by_name(memory(target()))["memory"].status is Status.OK
     assert memory_row(2e10, 1e10, "A100", cpu=False).status is Status.FAIL
     assert memory_row(2e10, 1e10, "this machine", cpu=True).status is Status.WARN
-
-
-def test_a_corpus_without_one_sample_is_named(target, tmp_path):
-    with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
-        writer.add_document(np.arange(5), [5])
-    row = by_name(files.data(target(f"Data.Train.dataset.input_dir={tmp_path / 'tiny'}")))["Data.Train"]
-    assert row.status is Status.FAIL and "the Train split has 5 tokens, and one sample needs 33" in row.found

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from ppfleetx.doctor import files, rank_agreement
 from ppfleetx.doctor.rank_agreement import Fact, agreement_rows, differing, digests, read_facts
-from ppfleetx.doctor.results import Status
+from ppfleetx.doctor.results import Status, Target
 from tests.doctor.conftest import by_name, write_corpus
 
 
@@ -23,11 +25,22 @@ def compared(facts):
 
 
 def test_equal_processes_agree(target):
-    one = target(environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"})
-    other = target(rank=1, local_rank=1, environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth1"})
-    assert {row.status for row in rows_of([one, other]).values()} == {Status.OK}
-    silent = target(rank=1, local_rank=1, environ={})
-    assert rows_of([one, silent])["variables"].status is Status.OK
+    rows = rows_of([target(environ={}), target(rank=1, local_rank=1, environ={})])
+    assert {row.status for row in rows.values()} == {Status.OK}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "status"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "eth0", "HCCL_IF_IP": "a"}, {"NCCL_SOCKET_IFNAME": "eth1"}, Status.OK),
+        ({"NCCL_DEBUG": "INFO"}, {}, Status.OK),
+        ({"FLAGS_selected_npus": "0"}, {"FLAGS_selected_npus": "1"}, Status.OK),
+        ({"HCCL_BUFFSIZE": "120"}, {"HCCL_BUFFSIZE": "200"}, Status.FAIL),
+    ],
+)
+def test_variables_of_a_rank_or_a_machine_are_its_own(one, other, status):
+    facts = [read_facts(Target(environ=environ), print) for environ in (one, other)]
+    assert compared(facts)["variables"].status is status
 
 
 def test_another_seed_other_data_and_other_variables_are_named(target, prefix):
@@ -42,14 +55,6 @@ def test_another_seed_other_data_and_other_variables_are_named(target, prefix):
     assert rows["variables"].status is Status.FAIL
     assert rows["variables"].found == "NCCL_IB_DISABLE is 1 on rank 0, nothing on rank 1"
     assert rows["versions"].status is Status.OK
-
-
-def test_the_card_of_a_rank_and_the_address_of_a_machine_are_its_own(target):
-    one = target(environ={"FLAGS_selected_npus": "0", "HCCL_IF_IP": "10.0.0.1", "HCCL_BUFFSIZE": "120"})
-    environ = {"FLAGS_selected_npus": "1", "HCCL_IF_IP": "10.0.0.2", "HCCL_BUFFSIZE": "120"}
-    assert rows_of([one, target(rank=1, environ=environ)])["variables"].status is Status.OK
-    other = target(rank=1, environ={**environ, "HCCL_BUFFSIZE": "200"})
-    assert rows_of([one, other])["variables"].status is Status.FAIL
 
 
 def test_another_checkpoint_on_one_machine_is_found(target, tmp_path):

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,6 @@ def quick(monkeypatch):
         check for check in run.CHECKS if check.group in ("environment", "network", "configuration")
     )
     monkeypatch.setattr(run, "CHECKS", chosen)
-    monkeypatch.setattr(run.examine_all, "__defaults__", (chosen,))
 
 
 def test_the_verb_prints_one_json_object_and_gives_the_exit_code(capsys, quick):
@@ -67,20 +66,15 @@ def test_two_ranks_join_their_rows_and_one_that_differs_ends_before_the_process_
 
     def rows_of(check: Check, target: Target) -> list[Row]:
         found = ok("data", "read") if target.rank == 0 else fail("data", "gone", "mount it")
-        return [Row(found.name, found.status, found.found, found.fix, "environment")]
+        return [replace(found, group="environment")]
+
+    def rank(number: int) -> list[Row]:
+        target = Target(None, "cpu", number, 2, 0, 1, environ={})
+        return examine_job(target, seconds=10.0, finish=lambda rows: None)
 
     monkeypatch.setattr(run, "examine", rows_of)
-    told: dict[int, list[Row]] = {}
-
-    def rank(number: int) -> None:
-        target = Target(None, "cpu", number, 2, 0, 1, environ={})
-        told[number] = examine_job(target, seconds=10.0, finish=lambda rows: None)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(rank, range(2)))
     assert told[0] == told[1]
     statuses = {(row.name, row.ranks): row.status for row in told[0] if row.group == "environment"}
     assert statuses == {("data", (0,)): Status.OK, ("data", (1,)): Status.FAIL}
@@ -112,27 +106,13 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
 # -- the process that starts them ------------------------------------------------------------------
 
 
-def program(text: str) -> list[str]:
-    return [sys.executable, "-c", text]
-
-
-def test_ranks_that_end_without_a_report_leave_their_last_words(monkeypatch):
-    monkeypatch.setattr(launch, "import_row", lambda: None)
-    text = "import sys; print('ranks are torn'); sys.exit(7)"
-    rows, size = launched_rows(program(text), seconds=1.0, logs_there=Path("."))
-    row = by_name(rows)["launcher"]
-    assert row.status is Status.FAIL and size == 1 and row.group == "processes"
-    assert "exit code 7" in row.found and "ranks are torn" in row.found
-
-
 def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
     leave_report([ok("python", "3.11")], 4, str(tmp_path), 0)
     (file,) = tmp_path.iterdir()
     content = file.read_text()
-    text = (
-        f"import os; open(os.environ['{launch.DIRECTORY_VARIABLE}'] + '/{file.name}', 'w').write({content!r})"
-    )
-    (row,), size = launched_rows(program(text), seconds=1.0, logs_there=None)
+    place = f"os.environ['{launch.DIRECTORY_VARIABLE}'] + '/{file.name}'"
+    command = [sys.executable, "-c", f"import os; open({place}, 'w').write({content!r})"]
+    (row,), size = launched_rows(command, seconds=1.0, logs_there=None)
     assert (row.name, size) == ("python", 4)
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+
+from ppfleetx.utils.exit_codes import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 _BEGIN, _END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
 
 
-def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None) -> int:
-    """Run a program that generates documentation: write the files whose texts have changed. Returns the exit
-    code.
+def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None) -> None:
+    """Run a program that generates documentation: write the files whose texts have changed, and end the
+    process with the exit code.
 
     With the option ``--check``, nothing is written, and the exit code is 1 if a file is stale.
     """
+    run_tool(partial(_write_files, texts, description))
+
+
+def _write_files(texts: Callable[[], Mapping[Path, str]], description: str | None) -> int:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
     checks = parser.parse_args().check

@@ -6,14 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from ppfleetx.utils.exit_codes import run_tool
-
-
-def main() -> None:
-    from ppfleetx.commands.megatron_programs import prepare_gpt2_corpus
-
-    prepare_gpt2_corpus(sys.argv[1:])
-
+from ppfleetx.commands.main import run_function
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_function("megatron_programs:prepare_gpt2_corpus", sys.argv[1:])
