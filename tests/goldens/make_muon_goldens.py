@@ -63,32 +63,19 @@ SPEC = {
         "wide_unit_rms": {"shape": [12, 20], "scale": "unit_rms_norm", "table": "quintic"},
         "no_nesterov": {"shape": [16, 12], "scale": "match_rms_adamw", "nesterov": False},
         "schedule": {
-            "shape": [12, 16],
-            "scale": "match_rms_adamw",
-            "lrs": [0.0, 0.01, 0.02, 0.02, 0.005],
-            "wd": 0.0,
+            "shape": [12, 16], "scale": "match_rms_adamw", "lrs": [0.0, 0.01, 0.02, 0.02, 0.005], "wd": 0.0,
         },
         "qkv_three": {
-            "shape": [32, 16],
-            "scale": "match_rms_adamw",
-            "split": "three",
-            "groups": 2,
-            "per": 2,
-            "d": 4,
+            "shape": [32, 16], "scale": "match_rms_adamw", "split": "three", "groups": 2, "per": 2, "d": 4,
         },
         "qkv_heads": {
-            "shape": [32, 16],
-            "scale": "match_rms_adamw",
-            "split": "heads",
-            "groups": 2,
-            "per": 2,
-            "d": 4,
+            "shape": [32, 16], "scale": "match_rms_adamw", "split": "heads", "groups": 2, "per": 2, "d": 4,
         },
         "qkv_whole": {"shape": [32, 16], "scale": "match_rms_adamw", "same_as": "qkv_three"},
         "gate_up": {"shape": [40, 16], "scale": "match_rms_adamw", "split": "gate_up"},
         "zero_gradient": {"shape": [8, 6], "scale": "match_rms_adamw", "zero": True},
     },
-}
+}  # fmt: skip
 
 
 def newton_schulz(x, table, steps, eps):
