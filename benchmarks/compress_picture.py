@@ -9,15 +9,10 @@ benchmarks/compress_quality.py measures the numbers. Those that were not measure
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import matplotlib
+from harness import ROOT, pyplot
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = ROOT / "benchmarks" / "compress.json"
 PICTURE = ROOT / "docs" / "images" / "compress.png"
 COLUMNS = {
@@ -72,7 +67,7 @@ def table(rows: Rows) -> str:
 
 def draw(models: dict[str, Rows]) -> None:
     """Change of perplexity against speed, a panel for each model."""
-    figure, panels = plt.subplots(1, len(models), figsize=(4.6 * len(models) + 1, 4), squeeze=False)
+    figure, panels = pyplot().subplots(1, len(models), figsize=(4.6 * len(models) + 1, 4), squeeze=False)
     for axes, (about, rows) in zip(panels[0], models.items(), strict=True):
         _draw_panel(axes, rows)
         axes.set_title(about, fontsize=10)

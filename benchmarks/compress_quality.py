@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from harness import ROOT, Worker, in_rounds, ratios
+
 RESULTS = ROOT / "benchmarks" / "compress.json"
 CORPUS = "quickstart/data/stdlib_text_document"
 HELD_OUT = 20  # one document of so many, at the end, is in no training; configurations say [95, 5, 0]
@@ -228,24 +228,21 @@ def _num_bytes(checkpoint: Path) -> int:
 
 def measure_speed(room: Room, name: str) -> None:
     """Tokens per CPU second of every form that is there, in rounds."""
-    from benchmarks import decode
-
     rows = read_results()["models"][name]["rows"]
     places = {"float32": room.whole_model(name)} | {
         form: room.path / f"{name}.{_plain(form)}"
         for form in rows
         if form != "float32" and form not in AS_FAST_AS
     }
-    workers = {form: decode.Worker(str(place), 1, __file__) for form, place in places.items()}
+    workers = {form: Worker(__file__, str(place), 1) for form, place in places.items()}
     try:
-        measured = decode.measure(workers, 1, MODELS[name].rounds)
+        measured = in_rounds(workers, 1, MODELS[name].rounds)
     finally:
         for worker in workers.values():
             worker.close()
     for form in rows:
         runs = measured[AS_FAST_AS.get(form, form)]
-        pairs = zip(runs, measured["float32"], strict=True)
-        ratio = statistics.median(a["tokens_per_cpu_s"] / b["tokens_per_cpu_s"] for a, b in pairs)
+        ratio = statistics.median(ratios(runs, measured["float32"], "tokens_per_cpu_s"))
         speed = statistics.median(run["tokens_per_cpu_s"] for run in runs)
         record(name, form, {"tokens_per_cpu_second": round(speed, 1), "times_float32": round(ratio, 2)})
 
@@ -254,7 +251,8 @@ def serve(checkpoint: str) -> None:
     """In a worker: generate with a checkpoint when asked to."""
     from contextlib import ExitStack
 
-    from benchmarks import decode
+    import decode
+
     from ppfleetx.commands.generate import load_generator
     from ppfleetx.commands.initialize import start_with
     from ppfleetx.commands.resolve_model import resolve_model
