@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from make_hf_goldens import stored
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -143,9 +144,7 @@ LOGITS = [name for name in CASES if name.startswith("short ")]
 
 
 def main() -> None:
-    with np.load(HERE / "hf_llama.npz") as golden:
-        base = json.loads(str(golden["config"]))
-        weights = {key.removeprefix("weight/"): golden[key] for key in golden.files if "weight/" in key}
+    base, weights = stored("hf_llama")
     tokens = np.random.default_rng(11).integers(0, base["vocab_size"], (1, LENGTH))
     arrays: dict[str, np.ndarray] = {"tokens": tokens}
     for name, changes in CASES.items():
