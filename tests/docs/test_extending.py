@@ -198,7 +198,7 @@ def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> 
 
 
 def test_another_attention_strategy(folder: Path, pools: Pools) -> None:
-    """tests/parity/test_attention_strategy.py runs it under other plans."""
+    """tests/parity/test_plans.py runs it under other plans."""
     changes = {"Model.name": "GatheredGPT"}
     one = losses(pools, Plan(), folder, "gathered_attention", "one", **changes)
     split = losses(pools, Plan(sep=2), folder, "gathered_attention", "sep2", **changes)

@@ -266,7 +266,7 @@ def _settings_of(device: str, rank: int) -> dict[str, str]:
 
 
 class Pools:
-    """Pools by size and environment, created on first use and again after a failure.
+    """Pools by size and environment, created on first use and again after a failure; ``with`` closes them.
 
     Args:
         preload: slow modules that all ranks will need.
@@ -307,6 +307,12 @@ class Pools:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 # -- in the nursery and the ranks ---------------------------------------------------------------

@@ -84,13 +84,12 @@ def main() -> int:
     if low:  # the rows of quantization, pruning and resumption are in float32
         arguments.models = [model for model in arguments.models if model in MODELS]
     passed: list[bool] = []
-    pools = Pools()
 
     def is_chosen(what: object, *plans: ParallelPlan) -> bool:
         size = max(plan.world_size for plan in plans)
         return size in arguments.sizes and arguments.keyword in str(what)
 
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, Pools() as pools:
         comparison = Comparison(pools, Path(directory))
         for size in arguments.sizes:
             for model in (model for model in arguments.models if model in MODELS):
@@ -102,17 +101,15 @@ def main() -> int:
             if is_chosen(f"{plan}, {form}", plan):
                 run = partial(with_qat, comparison, plan, form, model)
                 passed.append(report(f"{model:5} {plan}, QAT ({form})", run))
-        pruning = Comparison(pools, Path(directory), train=pruned.TRAIN)
         for plan, form, model in pruned.rows() if "pruned" in arguments.models else ():
             if is_chosen(f"{plan}, {form}", plan):
-                run = partial(with_both, pruning, plan, model, extra=pruned.FORMS[form])
+                run = partial(with_both, comparison, plan, model, **pruned.options(form))
                 passed.append(report(f"{model:5} {plan}, pruned {form}", run))
         for pair in experts.RESUMED if "resume" in arguments.models else ():
             text = " -> ".join(map(str, pair))
             if is_chosen(text, *pair):
                 run = partial(resumed, comparison, pair, Path(directory) / f"resumed_{len(passed)}")
                 passed.append(report(f"resume {text}", run))
-        pools.close()
     tolerance = BFLOAT16_TOLERANCE if low else TOLERANCE
     print(f"{sum(passed)} of {len(passed)} plans equal one card within {tolerance:g}")
     return 0 if all(passed) else 1

@@ -32,6 +32,9 @@ FORMS = {
     },
 }
 
+PART = {"train": "tests.parity.pruned:train_part", "model": "llama", "extra": _SCHEDULE}
+"""What :meth:`tests.parity.comparison.Comparison.train_part` is given of a pruned run."""
+
 PLANS = [
     Plan(dp=2),
     Plan(mp=2),
@@ -62,6 +65,11 @@ def rows() -> list[tuple[Plan, str, str]]:
         for turn, form in enumerate(FORMS)
         for number, plan in enumerate(PLANS)
     ]
+
+
+def options(form: str) -> dict[str, Any]:
+    """What :meth:`tests.parity.comparison.Comparison.run` is given beside plan, model and optimizer."""
+    return {"train": TRAIN, "steps": training.STEPS, "extra": FORMS[form]}
 
 
 def train(**arguments: Any) -> dict[str, Any]:
