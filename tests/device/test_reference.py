@@ -1,5 +1,6 @@
 """The reference device itself: late where a card is late, strict where a card is merciful, and right."""
 
+import contextlib
 import json
 import os
 import sys
@@ -34,30 +35,31 @@ WITHOUT_KERNEL = {
 """Of what plans use on a GPU: fused operators, which a CPU lacks too, and what Ascend lacks in bfloat16."""
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pools = Pools(device=NAME)
+@contextlib.contextmanager
+def _on_the_device(**always):
+    """``run(size, function, options, **arguments)``: values by rank, and what the ranks printed."""
+    with Pools(device=NAME) as pools:
 
-    def run(size, function, options=None, **arguments):
-        pool = pools(size, **environment(**(options or {})))
-        return pool.run(f"{CASES}:{function}", **arguments)
+        def run(size, function, options=None, **arguments):
+            pool = pools(size, **environment(**always, **(options or {})))
+            values = pool.run(f"{CASES}:{function}", **arguments)
+            return values, [log.read_text() for log in pool._logs]
 
-    yield run
-    pools.close()
+        yield run
 
 
 @pytest.fixture
 def broken():
-    """Like ``ranks``, for ranks whose device ends in an error; gives values and what the ranks printed."""
-    pools = Pools(device=NAME)
+    """For ranks whose device ends in an error."""
+    with _on_the_device(timeout_s=2) as run:
+        yield run
 
-    def run(size, function, options=None, **arguments):
-        pool = pools(size, **environment(timeout_s=2, **(options or {})))
-        values = pool.run(f"{CASES}:{function}", **arguments)
-        return values, [log.read_text() for log in pool._logs]
 
-    yield run
-    pools.close()
+@pytest.fixture(scope="module")
+def ranks():
+    """Values alone."""
+    with _on_the_device() as run:
+        yield lambda *given, **arguments: run(*given, **arguments)[0]
 
 
 def test_all_that_plans_use_has_a_kernel_or_is_named(ranks):

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import CALLBACKS, CallbackTraits
-from tests.e2e.program import plan_overrides, records
+from tests.e2e.program import ROOT, error_of, plan_overrides, records
 from tests.helpers.ranks import Pools
 from tests.helpers.texts import small_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "ppfleetx/configs/nlp/gpt"
 GLUE, SFT = "finetune_gpt_345M_single_card_glue", "finetune_gpt_345M_single_card_sft"
 NUM_DEV = 61  # not a multiple of any batch
@@ -165,10 +164,4 @@ def logits(values: Mapping[str, Any], world: int, config: str = GLUE) -> list[li
 
 def refused(values: Mapping[str, Any], world: int, config: str = GLUE) -> str:
     """In a rank: the user's error that training ends with."""
-    from ppfleetx.config.errors import UserError
-
-    try:
-        train(values, world, config)
-    except UserError as error:
-        return str(error)
-    return ""
+    return error_of(train, values, world, config)

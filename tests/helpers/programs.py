@@ -87,6 +87,27 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def one_thread() -> dict[str, str]:
+    """The environment, so that tests do not slow each other down; two threads give the same results."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def ok(
+    command: Sequence[object], *, timeout: float = 120, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """:func:`run` with one thread; asserts that it succeeds."""
+    done = run(command, timeout=timeout, **{"env": one_thread(), **options})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def refused(command: Sequence[object], *, timeout: float = 120, **options: Any) -> str:
+    """:func:`run` with one thread; asserts that it ends with a user's error, and returns what it said."""
+    done = run(command, timeout=timeout, **{"env": one_thread(), **options})
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
 class _Forked(subprocess.Popen):
     """Started by :meth:`fork` where the command is this Python's; otherwise as ever."""
 

@@ -50,7 +50,6 @@ class Outcome:
     error: str | None = None  # "Type: message"
     trace: str = ""
     died: bool = False
-    seconds: float = 0.0
 
 
 def fields_of(plan: ParallelPlan) -> dict[str, Any]:
@@ -202,19 +201,18 @@ class RankPool:
 
     def _collect(self, waiting: set[int], timeout: float) -> list[Outcome]:
         outcomes = [Outcome() for _ in range(self.size)]
-        start = time.monotonic()
+        deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             for rank in waiting:
                 selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
             while waiting:
-                left = start + timeout - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     self._give_up(waiting, outcomes, timeout)
                     break
                 for key, _ in selector.select(left):
                     rank = key.data
                     if self._receive(rank, outcomes[rank]):
-                        outcomes[rank].seconds = time.monotonic() - start
                         selector.unregister(self._sockets[rank])
                         waiting.discard(rank)
         return outcomes

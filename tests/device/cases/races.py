@@ -7,6 +7,7 @@ exists, or is not come to, is an error.
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -53,12 +54,7 @@ def _instead(target: str, make: Callable[[Any, Reached], Any]) -> Callable[[Reac
     """``module:name`` or ``module:Class.name`` is what ``make`` makes of it."""
 
     def change(reached: Reached) -> Any:
-        module, _, path = target.partition(":")
-        owner = __import__(module, fromlist=["_"])
-        *classes, name = path.split(".")
-        for one in classes:
-            owner = getattr(owner, one)
-        return mock.patch.object(owner, name, make(getattr(owner, name), reached))
+        return mock.patch(target.replace(":", "."), make(pkgutil.resolve_name(target), reached))
 
     return change
 
@@ -131,18 +127,15 @@ def _asynchronous(name: str) -> Callable[[Any, Reached], Any]:
     """A function that waits for one collective, ``distributed.<name>``, does not."""
 
     def make(original: Any, reached: Reached) -> Callable[..., Any]:
-        owner = distributed
-        *modules, last = name.split(".")
-        for module in modules:
-            owner = getattr(owner, module)
-        collective = getattr(owner, last)
+        place = f"paddle.distributed.{name}"
+        collective = pkgutil.resolve_name(place)
 
         def start(*arguments: Any, **options: Any) -> Any:
             reached[name] += 1
             return collective(*arguments, **{**options, "sync_op": False})
 
         def call(*arguments: Any, **options: Any) -> Any:
-            with mock.patch.object(owner, last, start):
+            with mock.patch(place, start):
                 return original(*arguments, **options)
 
         return call
