@@ -35,9 +35,7 @@ def train(corpus):
         }
         values = values_of(plan, corpus, directory, overrides={**own, **(overrides or {})})
         pool = pools(plan.world_size)
-        ended = pool.call(
-            f"tests.device.cases.{target}", timeout=120.0, values=values, world=plan.world_size, **arguments
-        )
+        ended = pool.call(f"tests.device.cases.{target}", values=values, world=plan.world_size, **arguments)
         if arguments:  # its processes are to end with it, as those of a run do
             pool.kill()
         return ended

@@ -68,7 +68,6 @@ def run(pools):
     def run(change, plan, extra, seed, delays):
         outcomes = pools(plan.world_size).call(
             "tests.device.cases.races:train",
-            timeout=120.0,
             change=change,
             options={"seed": seed, **delays},
             plan=fields_of(plan),

@@ -89,7 +89,6 @@ def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **mor
     world = plan.world_size
     said = pools(world).run(
         "tests.e2e.plugins:train",
-        timeout=180.0,
         values=values,
         world=world,
         folder=str(folder),

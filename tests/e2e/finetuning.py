@@ -80,7 +80,7 @@ def run(pools: Pools, plan: Any, values: Mapping[str, Any], config: str = GLUE) 
     """Train under ``plan``; the records of metrics.jsonl."""
     values = {**values, **plan_overrides(plan, 4 if plan.pp > 1 else 16 // plan.data_size)}
     pools(plan.world_size).run(
-        "tests.e2e.finetuning:train", timeout=120.0, values=values, world=plan.world_size, config=config
+        "tests.e2e.finetuning:train", values=values, world=plan.world_size, config=config
     )
     return records(Path(values["Engine.save_load.output_dir"]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +65,7 @@ def run(
 ) -> list[tuple[int, float, float]]:
     """Train under ``plan``; (step, loss, gradient norm) of each step. ``more`` as for :func:`values_of`."""
     values = values_of(plan, corpus, output_dir, **more)
-    pools(plan.world_size).run("tests.e2e.program:train", timeout=180.0, values=values, world=plan.world_size)
+    pools(plan.world_size).run("tests.e2e.program:train", values=values, world=plan.world_size)
     return losses(output_dir)
 
 
@@ -89,7 +88,7 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
         values: overrides by dotted key.
         world: number of ranks.
         fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``bad_evaluation`` on this rank from the
-            second evaluation on, ``same_data_rank`` or ``full_disk`` for all ranks.
+            second evaluation on, ``same_data_rank`` for all ranks.
 
     Returns:
         The user's error the program ended with, or "".
@@ -126,7 +125,6 @@ def error_of(call: Callable[..., object], *arguments: Any) -> str:
 @contextmanager
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
-    from ppfleetx.checkpoint.manager import SharedSave
     from ppfleetx.commands import train as build
     from ppfleetx.core.engine.engine import Engine
 
@@ -142,7 +140,6 @@ def _fault(name: str) -> Iterator[None]:
         "": (build, "build_dataloader", build_dataloader),
         "same_data_rank": (build, "build_dataloader", of_rank_0),
         "bad_evaluation": (build, "build_dataloader", _with_a_bad_evaluation(build_dataloader)),
-        "full_disk": (SharedSave, "write", _no_space),
         "one_bit": (Engine, "_read", reading(1.5)),
         "nan": (Engine, "_read", reading(float("nan"))),
     }[name]
@@ -165,10 +162,6 @@ def _with_a_bad_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
         return loader
 
     return changed
-
-
-def _no_space(save: Any, pieces: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", f"files of rank {save._ctx.rank}")
 
 
 def _spoil(engine: Any, value: float) -> None:

@@ -135,7 +135,7 @@ def test_a_run_that_is_out_of_memory_ends_with_one_message(tool: Tool, tmp_path:
 def train_with(pools: Pools, plan: Plan, values: dict[str, object], folder: Path, plugin: str) -> list[str]:
     """Train with a plugin of ``folder``; what the ranks ended with."""
     arguments = {"values": values, "world": plan.world_size, "folder": str(folder), "plugin": plugin}
-    return pools(plan.world_size).run("tests.e2e.plugins:train", timeout=180.0, **arguments)
+    return pools(plan.world_size).run("tests.e2e.plugins:train", **arguments)
 
 
 def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(

@@ -27,9 +27,7 @@ def run(pools: Pools, corpus: Path, output: Path, action: str, plan: ParallelPla
     values = values_of(plan, corpus, output, overrides={**CHANGED, **spike, **more.pop("overrides", {})})
     arguments = {"bad": [BAD], "once": False, "factor": 20.0, **more}
     target = "tests.e2e.test_spikes:train_with_spikes"
-    return pools(plan.world_size).run(
-        target, timeout=120.0, values=values, world=plan.world_size, **arguments
-    )
+    return pools(plan.world_size).run(target, values=values, world=plan.world_size, **arguments)
 
 
 PLANS = (

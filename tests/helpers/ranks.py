@@ -39,7 +39,7 @@ from ppfleetx.utils.log import configure_logging
 from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 180.0
+START_SECONDS = CALL_SECONDS = 180.0
 
 
 @dataclass
@@ -168,7 +168,7 @@ class RankPool:
         self.pids = [outcome.value for outcome in started]
         assert all(self.pids), "a rank did not start"
 
-    def call(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Outcome]:
+    def call(self, target: str, *, timeout: float = CALL_SECONDS, **arguments: Any) -> list[Outcome]:
         """Run ``target`` ("module:function") in every rank; what did not end in time is killed."""
         assert self.usable, "a pool whose ranks failed is not used again"
         self.calls += 1
@@ -180,7 +180,7 @@ class RankPool:
         self.usable = all(outcome.error is None and not outcome.died for outcome in outcomes)
         return outcomes
 
-    def run(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(self, target: str, *, timeout: float = CALL_SECONDS, **arguments: Any) -> list[Any]:
         """:meth:`call`, returning the values by rank.
 
         Raises:
@@ -296,7 +296,9 @@ class Pools:
             self._pools[key] = pool
         return pool
 
-    def run(self, plan: ParallelPlan, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(
+        self, plan: ParallelPlan, target: str, *, timeout: float = CALL_SECONDS, **arguments: Any
+    ) -> list[Any]:
         """Run ``target`` in the ranks of ``plan``, as :meth:`RankPool.run` does; ``plan`` (its fields) and
         ``world_size`` are among its arguments."""
         size = plan.world_size

@@ -120,7 +120,6 @@ class Comparison:
         return self.pools.run(
             plan,
             train or self._train,
-            timeout=120.0,
             model=model,
             optimizer=optimizer,
             micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
@@ -142,7 +141,7 @@ class Comparison:
     ) -> list[float]:
         """Losses and gradient norms of steps ``first`` to ``end``, on which all ranks agree. The run starts
         from the checkpoint ``load_from`` and saves to ``save_to``; without either, results are cached."""
-        arguments = {"model": model, "first_step": first, "end_step": end, "timeout": 120.0, **more}
+        arguments = {"model": model, "first_step": first, "end_step": end, **more}
         key = str((plan, train, arguments))
         if load_from is None and save_to is None and key in self._parts:
             return self._parts[key]

@@ -409,7 +409,6 @@ class Comparison:
         return self._pools.run(
             plan,
             "tests.parity.option_pairs:train",
-            timeout=180.0,
             micro_batch_size=micro_batch_size_of(plan),
             extra=pair.keys(self._place_of_teacher(pair), one_card=plan.world_size == 1),
             evidence=evidence,

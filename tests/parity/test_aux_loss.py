@@ -142,7 +142,6 @@ def run(pools: Pools, plan: Plan, extra: dict[str, Any], **more: Any) -> list[li
     return pools.run(
         plan,
         "tests.parity.test_aux_loss:train",
-        timeout=120.0,
         micro_batch_size=micro_batch_size_of(plan),
         extra=extra,
         **more,

@@ -26,7 +26,6 @@ def run(comparison):
     return lambda plan, mix_precision, micro_batch_size=0, **more: comparison.pools.run(
         plan,
         "tests.parity.low_precision:train",
-        timeout=120.0,
         micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
         mix_precision=mix_precision,
         **{**more, "extra": {**SMALL, **more.get("extra", {})}},

@@ -49,7 +49,6 @@ def test_master_weights_stay_zero_too(comparison, plan, dtype):
     results = comparison.pools.run(
         plan,
         "tests.parity.pruned:train_in_16_bits",
-        timeout=120.0,
         micro_batch_size=micro_batch_size_of(plan),
         mix_precision={"dtype": dtype, "level": "O2", "scale_loss": 1024.0},
         extra={**pruned.PART["extra"], "Model.num_layers": 4},
