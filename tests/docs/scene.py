@@ -12,9 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.docs.blocks import TINY
+from tests.docs.blocks import ROOT, TINY
 
-ROOT = Path(__file__).resolve().parents[2]
 _LINKED = (
     "tools",
     "tasks",

@@ -19,12 +19,11 @@ import yaml
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
-from tests.docs.blocks import Block, blocks, commands, to_run
+from tests.docs.blocks import ROOT, Block, blocks, commands, to_run
 from tests.e2e import program
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [

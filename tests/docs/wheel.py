@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.docs.blocks import ROOT
 from tests.docs.run_pages import run_commands
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/installed.md"
 EXTRAS = "cpu,serve"
 

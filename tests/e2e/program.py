@@ -13,9 +13,9 @@ from unittest import mock
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.parallel_plan import CONFIG_KEYS, ParallelPlan
+from tests.helpers.programs import ROOT
 from tests.helpers.ranks import Pools
 
-ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 GLOBAL_BATCH, SEQ_LEN = 16, 16
 

@@ -262,6 +262,11 @@ class _Finder:
 hidden = _Hidden()
 
 
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
 def serve(connection: socket.socket, streams: list[int]) -> None:
     """In a process the nursery has forked: start the program that ``connection`` asks for, and end.
 
@@ -276,7 +281,7 @@ def serve(connection: socket.socket, streams: list[int]) -> None:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if request["new_session"]:
         os.setsid()
     connection.sendall(str(os.getpid()).encode())

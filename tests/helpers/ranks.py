@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import importlib
 import json
@@ -37,8 +36,8 @@ from typing import Any
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.utils.log import configure_logging
 from tests.helpers import programs
+from tests.helpers.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = CALL_SECONDS = 180.0
 
 
@@ -65,11 +64,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _die_with_parent() -> None:
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
 # -- in the test process ------------------------------------------------------------------------
@@ -319,7 +313,7 @@ class Pools:
 
 
 def _serve_forks(control: socket.socket) -> None:
-    _die_with_parent()
+    programs.die_with_parent()
     programs.hidden.load()  # the point of this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit codes of ranks
     while True:
@@ -359,7 +353,7 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
 
     from ppfleetx.distributed.cpu.arrays import TensorMemory
 
-    _die_with_parent()
+    programs.die_with_parent()
     # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU: Paddle's default.
     os.environ.pop("FLAGS_use_stride_kernel", None)
     paddle.set_flags({"FLAGS_use_stride_kernel": True})

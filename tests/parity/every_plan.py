@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from ppfleetx.config.parallel_plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
 from tests.parity import experts, pruned, qat

@@ -17,7 +17,7 @@ ZERO_BUBBLE = [
     Plan(mp=2, pp=2, ep=2, expert_mp=1, sequence_parallel=True, pp_schedule="zb_h1"),
     Plan(dp=2, mp=2, pp=2, ep=2, sequence_parallel=True, pp_schedule="zb_h1"),
     Plan(dp=4, pp=2, ep=4, pp_schedule="zb_h1"),
-]
+]  # fmt: skip
 
 
 def plans(size: int, work: Workload) -> list[Plan]:

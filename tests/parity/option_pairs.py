@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import pkgutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config

@@ -15,24 +15,13 @@ from tests.parity.variants import WINDOWED
 MP, SP, SEP, PP = Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(sep=2), Plan(pp=2)
 STAGE_3, INTERLEAVED = Plan(sharding=2, sharding_stage=3), Plan(pp=2, virtual_pp_degree=2)
 PLANS = [
-    Plan(dp=2),
-    MP,
-    SP,
-    PP,
-    SEP,
-    Plan(sharding=2),
-    Plan(sharding=2, sharding_stage=2),
-    STAGE_3,
-    Plan(dp=2, mp=2, sequence_parallel=True),
-    Plan(pp=4, virtual_pp_degree=2),
-    INTERLEAVED,
-    Plan(pp=2, mp=2, sequence_parallel=True),
-    Plan(pp=2, sharding=2, sharding_stage=3),
-    Plan(mp=2, sep=2, sequence_parallel=True),
-    Plan(dp=2, pp=2, mp=2),
+    Plan(dp=2), MP, SP, PP, SEP, Plan(sharding=2), Plan(sharding=2, sharding_stage=2), STAGE_3,
+    Plan(dp=2, mp=2, sequence_parallel=True), Plan(pp=4, virtual_pp_degree=2), INTERLEAVED,
+    Plan(pp=2, mp=2, sequence_parallel=True), Plan(pp=2, sharding=2, sharding_stage=3),
+    Plan(mp=2, sep=2, sequence_parallel=True), Plan(dp=2, pp=2, mp=2),
     Plan(pp=2, sharding=2, sharding_stage=2, sharding_offload=True),
     Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1"),
-]
+]  # fmt: skip
 
 
 # Both models where heads or vocabulary are divided over several axes; elsewhere they take turns.
