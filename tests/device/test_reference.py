@@ -1,14 +1,13 @@
 """The reference device itself: late where a card is late, strict where a card is merciful, and right."""
 
 import contextlib
-import json
 import os
 import sys
 
 import pytest
 
 from tests.device.reference import NAME, environment, obstacle
-from tests.e2e.program import NANO
+from tests.e2e.program import NANO, losses
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
@@ -149,7 +148,5 @@ def test_a_training_as_the_page_has_it(tmp_path):
     there = {**os.environ, **environment(poison=1, seed=7)}
     done = programs.run(command, timeout=120, executed=True, cwd=tmp_path, env=there)
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [
-        row["loss"] for row in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    ]
+    steps = [loss for _, loss, _ in losses(tmp_path / "run")]
     assert all(loss < 7.0 for loss in steps) and len(steps) >= 8, "NaN where memory is read that nobody wrote"

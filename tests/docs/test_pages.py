@@ -5,8 +5,6 @@ import ast
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -119,13 +117,6 @@ def test_the_module_pages_are_those_of_the_packages():
     assert hooks.on_config(type("Config", (), {"nav": [{"Modules": "modules/"}]})()).nav[0]["Modules"][0] == {
         "ppfleetx": "modules/ppfleetx.md"
     }
-
-
-def test_the_page_of_commands_is_up_to_date():
-    done = subprocess.run(
-        [sys.executable, "tools/gen_command_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"run tools/gen_command_docs.py: {done.stdout}{done.stderr}"
 
 
 TROUBLES = DOCS / "troubleshooting.md"

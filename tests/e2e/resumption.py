@@ -23,26 +23,38 @@ from tests.helpers.ranks import Pools, RanksFailedError
 TOLERANCE = 1e-5
 ONE = Plan()
 SOME: list[tuple[Plan, Plan]] = [
-    (ONE, Plan(mp=2, pp=2)), (Plan(mp=2, pp=2), ONE), (Plan(dp=2), Plan(sharding=2)),
-    (Plan(sharding=2, sharding_stage=3), Plan(dp=2)), (Plan(mp=4), Plan(dp=2, mp=2)),
-    (Plan(pp=4), Plan(pp=2, virtual_pp_degree=2)), (Plan(mp=2, sequence_parallel=True), Plan(sep=2)),
-]  # fmt: skip
+    (ONE, Plan(mp=2, pp=2)),
+    (Plan(mp=2, pp=2), ONE),
+    (Plan(dp=2), Plan(sharding=2)),
+    (Plan(sharding=2, sharding_stage=3), Plan(dp=2)),
+    (Plan(mp=4), Plan(dp=2, mp=2)),
+    (Plan(pp=4), Plan(pp=2, virtual_pp_degree=2)),
+    (Plan(mp=2, sequence_parallel=True), Plan(sep=2)),
+]
 ALL: list[tuple[Plan, Plan]] = [
-    *SOME, (Plan(dp=2), Plan(sharding=2, sharding_stage=2)), (Plan(dp=2), Plan(sharding=2, sharding_stage=3)),
-    (Plan(sharding=2), Plan(dp=2)), (Plan(sharding=2, sharding_stage=2), Plan(dp=2)),
-    (Plan(sharding=2, sharding_stage=2), Plan(sharding=4, sharding_stage=3)), (Plan(dp=2, mp=2), Plan(mp=4)),
-    (Plan(pp=4), Plan(pp=2)), (Plan(pp=4), Plan(pp=4, virtual_pp_degree=2)),
+    *SOME,
+    (Plan(dp=2), Plan(sharding=2, sharding_stage=2)),
+    (Plan(dp=2), Plan(sharding=2, sharding_stage=3)),
+    (Plan(sharding=2), Plan(dp=2)),
+    (Plan(sharding=2, sharding_stage=2), Plan(dp=2)),
+    (Plan(sharding=2, sharding_stage=2), Plan(sharding=4, sharding_stage=3)),
+    (Plan(dp=2, mp=2), Plan(mp=4)),
+    (Plan(pp=4), Plan(pp=2)),
+    (Plan(pp=4), Plan(pp=4, virtual_pp_degree=2)),
     (Plan(pp=2, virtual_pp_degree=2), Plan(pp=4)),
     (Plan(pp=2, virtual_pp_degree=2), Plan(mp=2, pp=2, virtual_pp_degree=2)),
-    (Plan(pp=4, virtual_pp_degree=2), Plan(pp=2, pp_layers=(3, 5))), (Plan(pp=2, mp=2), Plan(pp=2, dp=2)),
-    (Plan(mp=2, sequence_parallel=True), Plan(mp=2)), (Plan(mp=2), Plan(mp=4, sequence_parallel=True)),
-    (Plan(sep=2), ONE), (Plan(dp=2, mp=2, pp=2), Plan(sharding=2, mp=2)),
+    (Plan(pp=4, virtual_pp_degree=2), Plan(pp=2, pp_layers=(3, 5))),
+    (Plan(pp=2, mp=2), Plan(pp=2, dp=2)),
+    (Plan(mp=2, sequence_parallel=True), Plan(mp=2)),
+    (Plan(mp=2), Plan(mp=4, sequence_parallel=True)),
+    (Plan(sep=2), ONE),
+    (Plan(dp=2, mp=2, pp=2), Plan(sharding=2, mp=2)),
     (Plan(sharding=2, mp=2), Plan(dp=2, mp=2, pp=2)),
     (Plan(sharding=2, sharding_stage=3, pp=2), Plan(mp=2, sequence_parallel=True, pp=2)),
     (Plan(dp=4), Plan(dp=2)),
     (Plan(sharding=2, sharding_stage=2, sharding_offload=True), Plan(sharding=2, sharding_stage=3)),
     (Plan(pp=2), Plan(sharding=2, sharding_stage=3, sharding_offload=True, mp=2)),
-]  # fmt: skip
+]
 
 
 def write_corpus(prefix: Path) -> None:
