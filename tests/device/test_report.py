@@ -55,8 +55,7 @@ def test_a_test_leaves_a_report(tmp_path):
     report = tmp_path / "found.json"
     options = ["-p", "no:cacheprovider", "-m", "device", "--device", REFERENCE, "--device-report", report]
     command = [sys.executable, "-m", "pytest", *options, SHORT]
-    done = programs.run(command, timeout=280, executed=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.ok(command, timeout=280, executed=True, cwd=ROOT)
     found = json.loads(report.read_text())
     assert found["is_reference"] and found["outcomes"] == {"passed": 1}
     [test] = found["tests"]

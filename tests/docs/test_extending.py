@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,13 @@ import yaml
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
-from tests.docs.blocks import ROOT, Block, blocks, commands, to_run
+from tests.docs.blocks import ROOT, blocks, commands, to_run
 from tests.e2e import program
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
-COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
+COMMANDS = [to_run(command) or "" for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
     *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "two_experts", "fill", "csv_log", "lion"),
     *("counting", "small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
@@ -45,22 +43,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(200):
             start, length = rng.integers(0, 509), rng.integers(20, 120)
             writer.add_document(np.append((start + np.arange(length)) % 509, 511), [length + 1])
-    for block in titled():
-        (folder / str(block.title)).write_text(block.text + "\n")
-    assert run(folder, next(c for c in COMMANDS if c and "configs copy" in c)).returncode == 0
+    for block in BLOCKS:
+        if block.title:
+            (folder / block.title).write_text(block.text + "\n")
+    programs.ok(words(command_with("configs copy")), **place(folder))
     return folder
 
 
-def titled() -> list[Block]:
-    return [block for block in BLOCKS if block.title]
+def words(command: str) -> list[str]:
+    """A command of the page, as this Python runs it."""
+    first, *rest = shlex.split(command.replace("\\\n", " "))
+    return [*{"ppfleetx": [sys.executable, "-m", "ppfleetx"], "python": [sys.executable]}[first], *rest]
 
 
-def run(folder: Path, text: str, *more: str) -> CompletedProcess[str]:
-    """A command of the page, with more words behind it."""
-    words = shlex.split(text.replace("\\\n", " "))
-    start = {"ppfleetx": [sys.executable, "-m", "ppfleetx"], "python": [sys.executable]}[words[0]]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return programs.run([*start, *words[1:], *more], timeout=120, cwd=folder, env=env)
+def place(folder: Path) -> dict[str, Any]:
+    """Where it runs."""
+    return {"cwd": folder, "env": {**programs.one_thread(), "PYTHONPATH": str(ROOT)}}
 
 
 def train(folder: Path, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
@@ -68,8 +66,7 @@ def train(folder: Path, name: str, *more: str, fresh: bool = True) -> list[dict[
     output = folder / "output" / name
     if fresh:
         shutil.rmtree(output, ignore_errors=True)
-    done = run(folder, command_of(name), *more)
-    assert done.returncode == 0, done.stderr
+    done = programs.ok([*words(command_of(name)), *more], **place(folder))
     assert "CPU settings come too late" not in done.stdout
     found = program.records(output, "train")
     assert found[-1]["loss"] < found[0]["loss"]
@@ -77,7 +74,11 @@ def train(folder: Path, name: str, *more: str, fresh: bool = True) -> list[dict[
 
 
 def command_of(name: str) -> str:
-    return next(c for c in COMMANDS if c and re.match(rf"ppfleetx train .*--plugin {name}\b", c))
+    return next(c for c in COMMANDS if re.match(rf"ppfleetx train .*--plugin {name}\b", c))
+
+
+def command_with(text: str) -> str:
+    return next(command for command in COMMANDS if text in command)
 
 
 def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **more: Any) -> list[float]:
@@ -128,11 +129,9 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
     train(folder, "parallel_gpt")
     saved = yaml.safe_load((folder / "output/parallel_gpt/config.yaml").read_text())
     assert saved["Global"]["plugins"] == ["parallel_gpt"]
-    again = run(folder, "ppfleetx check -c output/parallel_gpt")
-    assert again.returncode == 2 and "needs the plugin parallel_gpt" in again.stderr
-    on_two = next(c for c in COMMANDS if c and "paddle.distributed.launch" in c)
-    done = run(folder, on_two)
-    assert done.returncode == 0, done.stdout + done.stderr
+    again = programs.refused(words("ppfleetx check -c output/parallel_gpt"), **place(folder))
+    assert "needs the plugin parallel_gpt" in again
+    programs.ok(words(command_with("paddle.distributed.launch")), **place(folder))
     assert len(program.records(folder / "output/parallel_gpt_mp2", "train")) == 8
     changes = {"Model.name": "ParallelGPT"}
     one = equal_losses(pools, folder, "parallel_gpt", Plan(mp=2), Plan(pp=2), **changes)
@@ -146,8 +145,7 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
 @pytest.mark.parametrize(("name", "metric"), [("penalized_gpt", "trunk_size"), ("two_experts", "balance")])
 def test_a_loss_with_two_parts_is_in_the_log(folder: Path, name: str, metric: str) -> None:
     """tests/parity/test_aux_loss.py runs it under the plans."""
-    done = run(folder, command_of(name))
-    assert done.returncode == 0, done.stderr
+    done = programs.ok(words(command_of(name)), **place(folder))
     found = program.records(folder / "output" / name)
     assert {record["kind"] for record in found} == {"train", "eval"}
     for record in found:
@@ -157,9 +155,7 @@ def test_a_loss_with_two_parts_is_in_the_log(folder: Path, name: str, metric: st
 
 
 def test_experts_under_four_ranks_have_their_balance_in_the_log(folder: Path) -> None:
-    on_four = next(c for c in COMMANDS if c and "two_experts_dp2_mp2" in c)
-    done = run(folder, on_four)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.ok(words(command_with("two_experts_dp2_mp2")), **place(folder))
     found = program.records(folder / "output/two_experts_dp2_mp2", "train")
     assert len(found) == 8 and all(1.0 < record["metrics"]["balance"] < 2.0 for record in found)
 
@@ -187,8 +183,8 @@ def test_another_attention_strategy(folder: Path, pools: Pools) -> None:
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
-    refused = run(folder, command_of("csv_log").replace("--plugin csv_log", ""))
-    assert refused.returncode == 2 and "needs the plugin csv_log" in refused.stderr
+    without = command_of("csv_log").replace("--plugin csv_log", "")
+    assert "needs the plugin csv_log" in programs.refused(words(without), **place(folder))
     fixed = ("-o", "Optimizer.lr.decay_steps=8", "-o", "Engine.callbacks.1.options.every=1")
     train(folder, "csv_log", *fixed, "-o", "Engine.max_steps=4")
     found = train(folder, "csv_log", *fixed, "-o", "Engine.save_load.resume=auto", fresh=False)
@@ -245,20 +241,20 @@ def test_a_data_set(folder: Path) -> None:
     keys = ("Engine.save_load.resume=auto", "Engine.max_steps=9", "Optimizer.lr.decay_steps=8")
     continues = [word for key in keys for word in ("-o", key)]
     assert len(train(folder, "counting", *continues, fresh=False)) == 9
-    other = run(folder, command_of("counting"), *continues, "-o", "Data.Train.dataset.options.step=5")
-    assert other.returncode == 2 and "the training data or its order is not the one" in other.stderr
-    wrong = run(folder, command_of("counting"), "-o", "Data.Train.dataset.options.steps=5")
-    assert (
-        wrong.returncode == 2 and "Counting has no option steps; it takes step, num_samples" in wrong.stderr
-    )
+    command = [*words(command_of("counting")), *continues, "-o"]
+    for option, said in (
+        ("Data.Train.dataset.options.step=5", "the training data or its order is not the one"),
+        ("Data.Train.dataset.options.steps=5", "Counting has no option steps; it takes step, num_samples"),
+    ):
+        assert said in programs.refused([*command, option], **place(folder))
 
 
 def test_a_schedule_and_an_activation(folder: Path) -> None:
     found = train(folder, "small_parts")
     rates = [1e-3 * n / 2 for n in (1, 2)] + [1e-4 + 9e-4 * ((8 - n) / 6) ** 2 for n in range(3, 9)]
     assert [record["lr"] for record in found] == pytest.approx(rates)
-    typo = run(folder, command_of("small_parts").replace("=softplus", "=softplsu"))
-    assert typo.returncode == 2 and "did you mean softplus?" in typo.stderr
+    typo = words(command_of("small_parts").replace("=softplus", "=softplsu"))
+    assert "did you mean softplus?" in programs.refused(typo, **place(folder))
 
 
 def test_an_activation_with_a_gate(folder: Path, pools: Pools) -> None:

@@ -58,3 +58,33 @@ def test_several_runs_in_one_process(corpus, tmp_path, late):
     said = [line for line in done.stdout.splitlines() if "] - CPU settings: " in line]
     assert len({line.partition("] - ")[2] for line in said}) == 1
     assert ("FLAGS_use_stride_kernel=0" in said[0]) == (late == "first")
+
+
+def test_several_runs_in_each_rank_of_a_job(pools, corpus, tmp_path):
+    """The same plan twice, then another: fleet is started anew each time."""
+    plans = [["Distributed.mp_degree=2"], ["Distributed.mp_degree=2"], ["Distributed.pp_degree=2"]]
+    arguments = {"corpus": str(corpus), "output": str(tmp_path), "plans": plans}
+    pools(2).run("tests.e2e.test_in_python:runs", timeout=120.0, **arguments)
+    first, again, other = (losses(tmp_path / str(number)) for number in range(3))
+    assert first == again and [step for step, *_ in first] == [1, 2]
+    assert [loss for _, loss, _ in other] == pytest.approx([loss for _, loss, _ in first], rel=0.02)
+
+
+def runs(corpus: str, output: str, plans: list[list[str]]) -> None:
+    """In a rank: one run after the other, each from its configuration."""
+    from ppfleetx.commands.initialize import initialize
+    from ppfleetx.commands.train import train
+
+    for number, overrides in enumerate(plans):
+        given = [
+            f"Data.Train.dataset.input_dir={corpus}",
+            "Data.Eval=null",
+            f"Engine.save_load.output_dir={output}/{number}",
+            "Engine.max_steps=2",
+            "Engine.eval_freq=0",
+            "Global.global_batch_size=4",
+            "Global.local_batch_size=null",
+            *overrides,
+        ]
+        cfg, ctx = initialize(str(NANO), given, reads=("Train",))
+        train(cfg, ctx)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Tool, losses, records
+from tests.e2e.conftest import TRAIN, Tool, environment, losses, records
+from tests.helpers import programs
 
 FEW = ("Engine.eval_freq=0", "Data.Train.dataset.eod_id=511")
 TOLD = "computes something else than the one that saved"
@@ -66,8 +67,11 @@ def test_another_optimizer_is_refused_or_starts_afresh(
 ) -> None:
     sgd = ("Optimizer.name=SGD", "Optimizer.lr.max_lr=1e-3")
     start = f"Engine.save_load.ckpt_dir={saved}/epoch_0_step_4"
-    refused = tool.refused(tmp_path / "kept", *FEW, start, *sgd)
-    assert "was trained with Optimizer.name = 'AdamW', this configuration has 'SGD'" in refused
+    command = tool.command(TRAIN, tmp_path / "kept", *FEW, start, *sgd)
+    refused = programs.run(command, timeout=120, env=environment())
+    assert refused.returncode == 2, refused.stdout
+    assert "Optimizer.name = 'AdamW', this configuration has 'SGD'" in refused.stderr
+    assert "resuming" not in refused.stdout  # said of what was resumed, and not before
     said = resume(*sgd, "Engine.save_load.load_optim=False")
     assert "Optimizer.name = 'SGD' (was 'AdamW'), a fresh optimizer" in said
 

@@ -36,8 +36,10 @@ def test_a_second_run_is_refused_then_overwrites_or_goes_on(tool: Tool, used: Pa
     before, run = content(used), read_run(used).run
     assert {run_of(path) for path in used.glob("epoch_*")} == {run}
     again = tool.refused(used, *SHORT, "Engine.save_load.keep_max=1")
-    checked = programs.refused([*tool.command(TRAIN, used, *SHORT), "--check"])
-    for said in (again, checked):
+    check = [*tool.command(TRAIN, used, *SHORT), "--check"]
+    checked = programs.run(check, timeout=120, env=environment())
+    assert (checked.returncode, checked.stdout) == (2, ""), "it said that all is well"
+    for said in (again, checked.stderr):
         assert "already holds a run (2 checkpoints, epoch_0_step_2 to epoch_0_step_3" in said
     assert content(used) == before
 
