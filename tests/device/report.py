@@ -26,14 +26,9 @@ _VARIABLES = (
     *("PPFLEETX_", "OMP_", "LD_LIBRARY_PATH"),
 )
 _PACKAGES = (
-    "paddlepaddle-gpu",
-    "paddlepaddle-xpu",
-    "paddle-custom-npu",
-    "paddlepaddle",
-    "numpy",
-    "safetensors",
+    "paddlepaddle-gpu", "paddlepaddle-xpu", "paddle-custom-npu", "paddlepaddle", "numpy", "safetensors",
     "tokenizers",
-)
+)  # fmt: skip
 _SMI = [
     "nvidia-smi",
     "--query-gpu=name,driver_version,memory.total,compute_cap,clocks.max.sm",

@@ -15,17 +15,9 @@ from pathlib import Path
 from tests.docs.blocks import ROOT, TINY
 
 _LINKED = (
-    "tools",
-    "tasks",
-    "projects",
-    "examples",
-    "ppfleetx",
-    "benchmarks",
-    "docs",
-    "Makefile",
-    "requirements.txt",
-    "pyproject.toml",
-)
+    "tools", "tasks", "projects", "examples", "ppfleetx", "benchmarks", "docs", "Makefile",
+    "requirements.txt", "pyproject.toml",
+)  # fmt: skip
 
 
 _SECONDS = 600
