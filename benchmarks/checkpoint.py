@@ -24,11 +24,10 @@ from typing import Any
 import harness  # noqa: F401 - the project can be imported
 import numpy as np
 
-from ppfleetx.checkpoint.manager import BackgroundManager
+from ppfleetx.checkpoint.manager import BackgroundManager, save_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.run_ownership import Ownership, new_run
 from ppfleetx.checkpoint.slices import TensorSlice, whole
-from ppfleetx.checkpoint.writer import save_checkpoint
 
 ROWS, COLUMNS = 4096, 1024
 STATES = ("", "moment1", "moment2")

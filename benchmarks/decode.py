@@ -95,21 +95,21 @@ def ours(
     next_token = (model or our_model)()
     import paddle
 
-    from ppfleetx.generation.decode_loop import Rules, Sampler, decode, greedy
+    from ppfleetx.generation.decode_loop import Rules, decode
     from ppfleetx.generation.decoding_session import DecodingSession
+    from ppfleetx.generation.gumbel_sampling import RandomStream
     from ppfleetx.generation.sampling_params import SamplingParams
     from ppfleetx.generation.speculative_decoding import decode_with_drafts
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
-        streams = [(row, 0) for row in range(len(prompts))]
-        choose = Sampler(0, streams, VOCAB, SamplingParams(**sampling)) if sampling else greedy
+        streams = [RandomStream(0, row, 0, VOCAB) for row in range(len(prompts))] if sampling else ()
         with paddle.no_grad():
             limits = [NEW] * len(prompts)
             if most_guesses:
                 rows = decode_with_drafts(next_token, prompts, Rules(), limits, most_guesses)
             else:
                 session = DecodingSession(next_token, prompts, use_cache=True)
-                rows = decode(session, choose, Rules(), limits)
+                rows = decode(session, Rules(options=SamplingParams(**sampling)), limits, streams=streams)
         return [row.ids for row in rows]
 
     return generate

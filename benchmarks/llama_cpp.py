@@ -124,7 +124,7 @@ def ours(model: str, threads: int) -> tuple[Run, Callable[[str], list[int]]]:
     loaded.network.eval()
     import paddle
 
-    from ppfleetx.generation.decode_loop import Rules, decode, greedy
+    from ppfleetx.generation.decode_loop import Rules, decode
     from ppfleetx.generation.decoding_session import DecodingSession
 
     def run(prompts: list[list[int]], new: int) -> tuple[list[list[int]], float, float]:
@@ -139,7 +139,7 @@ def ours(model: str, threads: int) -> tuple[Run, Callable[[str], list[int]]]:
 
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
-            rows = decode(session, greedy, Rules(), [new] * len(prompts), on_token=on_token)
+            rows = decode(session, Rules(), [new] * len(prompts), on_token=on_token)
         return [row.ids for row in rows], *clock.read()
 
     return run, loaded.tokenizer.encode

@@ -72,16 +72,18 @@ def in_batches(sample: Sample, prompts: list[list[int]], size: int, options: dic
 def sample_with(next_token: Any) -> Sample:
     import paddle
 
-    from ppfleetx.generation.decode_loop import Rules, Sampler, decode
+    from ppfleetx.generation.decode_loop import Rules, decode
     from ppfleetx.generation.decoding_session import DecodingSession
+    from ppfleetx.generation.gumbel_sampling import RandomStream
     from ppfleetx.generation.sampling_params import SamplingParams
 
     def sample(prompts: list[list[int]], first: int, options: dict[str, Any]) -> list[list[int]]:
-        streams = [(first + row, 0) for row in range(len(prompts))]
-        choose = Sampler(SEED, streams, VOCAB, SamplingParams(**options))
+        streams = [RandomStream(SEED, first + row, 0, VOCAB) for row in range(len(prompts))]
+        rules = Rules(options=SamplingParams(**options))
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
-            return [row.ids for row in decode(session, choose, Rules(), [NEW] * len(prompts))]
+            rows = decode(session, rules, [NEW] * len(prompts), streams=streams)
+        return [row.ids for row in rows]
 
     return sample
 

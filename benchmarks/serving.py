@@ -39,8 +39,8 @@ START_SECONDS = 120.0
 
 def make_checkpoint(directory: Path) -> Path:
     """Random weights, and a tokenizer of few ids; gives the configuration."""
+    from ppfleetx.checkpoint.manager import save_checkpoint
     from ppfleetx.checkpoint.state_dict import model_slices
-    from ppfleetx.checkpoint.writer import save_checkpoint
     from ppfleetx.config.sections.root import ModelConfig
     from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
     from ppfleetx.models.gpt.stages import gpt_stages

@@ -11,9 +11,8 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.config.parallel_plan import ParallelPlan, enumerate_plans, violations
-from ppfleetx.config.pipeline_order import Pass as ZeroBubblePass
-from ppfleetx.config.pipeline_order import zero_bubble_order
+from ppfleetx.config.parallel_plan import ParallelPlan, enumerate_plans, violations, zero_bubble_order
+from ppfleetx.config.parallel_plan import Pass as ZeroBubblePass
 from ppfleetx.utils.exit_codes import run_tool
 from tools.site.pages import filled_page, write_files
 
@@ -60,7 +59,7 @@ def legal_combinations() -> str:
             if plan is None:
                 cells.append("")
             elif found := violations(plan):
-                refused.setdefault(frozenset((one, other)), f"- {one} with {other}: {found[0].sentence}.")
+                refused.setdefault(frozenset((one, other)), f"- {one} with {other}: {found[0].rule}.")
                 cells.append("no")
             else:
                 cells.append("yes")

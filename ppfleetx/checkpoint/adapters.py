@@ -12,7 +12,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.checkpoint.model_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_named
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, SIXTEEN_BIT
 from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabulary
 from ppfleetx.config.errors import CheckpointError, naming
@@ -109,8 +109,9 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     refuse_unwritable(output, "--output")
     with naming("CHECKPOINT", path):
         trained = read_ppfleetx(path, masters=True, few_bits=True)
-    model = _model(path)
-    tensors = _dequantized({**_missing_base_weights(path, model, base), **trained.tensors})
+    checkpoint = open_named(path)
+    model = _model(checkpoint)
+    tensors = _dequantized({**_missing_base_weights(checkpoint, model, base), **trained.tensors})
     plain = model.model_copy(update={"lora": None})
     merged = {
         name: tensor if adapters is None else _sum(tensor, *adapters, scale=model.lora.scale)
@@ -133,13 +134,13 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     """Read the LoRA adapters in the checkpoint at ``path``. Raises CheckpointError if the checkpoint has no
     adapters or has a classification head. Also raises CheckpointError if the adapters were trained with
     another tokenizer, or on other weights than those at ``base``."""
-    model = _model(path)
+    checkpoint = open_named(path)
+    model = _model(checkpoint)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
-    checkpoint = open_resolved(resolve_checkpoint(path))
     names = [name for name in parameter_shapes(model) if is_adapter_or_head(name)]
     if heads := [name for name in names if ".lora." not in name]:
         raise CheckpointError(f"checkpoint {checkpoint.path} has a classification head, {heads[0]}")
-    source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
+    source = with_vocabulary(open_named(base), model.vocab_size)
     frozen = _frozen_names(source, model)
     fingerprints = checkpoint.manifest.fingerprints
     # A checkpoint of the whole model contains the base weights that the adapters were trained on. Training on
@@ -165,8 +166,7 @@ def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
     return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
 
 
-def _model(path: str | Path) -> ModelConfig:
-    checkpoint = open_resolved(resolve_checkpoint(path))
+def _model(checkpoint: Checkpoint) -> ModelConfig:
     section = model_section(checkpoint.manifest)
     model = network_of(section, f"checkpoint {checkpoint.path}") if section else None
     if model is None or model.lora is None:
@@ -175,11 +175,10 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _missing_base_weights(
-    path: str | Path, model: ModelConfig, base: str | Path | None
+    checkpoint: Checkpoint, model: ModelConfig, base: str | Path | None
 ) -> dict[str, LazyTensor]:
-    """Return the base weights that the checkpoint at ``path`` lacks; empty if it contains the whole model.
-    The weights are read lazily from ``base`` or, by default, from ``Model.lora.base``."""
-    checkpoint = open_resolved(resolve_checkpoint(path))
+    """Return the base weights that ``checkpoint`` lacks; empty if it contains the whole model. The weights
+    are read lazily from ``base`` or, by default, from ``Model.lora.base``."""
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:
             raise CheckpointError(f"checkpoint {checkpoint.path} holds the whole model: --base is not needed")
@@ -187,7 +186,7 @@ def _missing_base_weights(
     lora: LoraConfig = model.lora
     place = base or lora.base
     with naming("--base" if base else "Model.lora.base", place):
-        source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
+        source = with_vocabulary(open_named(place), model.vocab_size)
     names = _frozen_names(source, model)
     check_base(checkpoint, base_fingerprint(source, names), str(place))
     return {name: lazy(source, name) for name in names}

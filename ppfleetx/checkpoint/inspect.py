@@ -6,20 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import prod
-from pathlib import Path
 from re import Pattern
 from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy_tensors import cast
+from ppfleetx.checkpoint.lazy_tensors import NAME_OF_DTYPE, cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 from ppfleetx.config.message_text import bytes_text
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,6 @@ class Difference:
     key: tuple[str, str, str]
     what: str
     largest: float | None = None
-
-
-def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open the checkpoint at any path that `Engine.save_load.ckpt_dir` accepts."""
-    return open_resolved(resolve_checkpoint(path))
 
 
 def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:
@@ -149,7 +140,7 @@ def _difference(
     )
     if mine.dtype == theirs.dtype and a.tobytes() == b.tobytes():
         return None
-    if mine.dtype not in _FLOATS or theirs.dtype not in _FLOATS:
+    if not {mine.dtype, theirs.dtype} <= NAME_OF_DTYPE.keys():
         return Difference(mine.key, "other values")
     wide = [cast(values, entry.dtype, "F64") for values, entry in ((a, mine), (b, theirs))]
     largest = float(np.abs(wide[0] - wide[1]).max(initial=0.0))

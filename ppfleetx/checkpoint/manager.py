@@ -1,10 +1,12 @@
-"""Save a checkpoint from all ranks of a job, in the foreground or in the background. Each rank writes its
-slices of the tensors; rank 0 writes the manifest, which lists them all."""
+"""Save a checkpoint from one process, or from all ranks of a job in the foreground or in the background. Each
+rank writes its slices of the tensors; rank 0 writes the manifest, which lists them all."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +19,7 @@ from ppfleetx.checkpoint.housekeeping import SAVING, describe_os_error
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_directory
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
-from ppfleetx.checkpoint.writer import RankIndex, commit, saving, write_rank
+from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, RankIndex, commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import beat_seconds, gather_numbers, joint_errors
@@ -32,8 +34,16 @@ _THREAD = "checkpoint"
 class SharedSave:
     """One save of a checkpoint by all ranks of a job, which must share the file system of ``output_dir``.
 
-    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. Except for
-    ``ctx``, the arguments are described at :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. `complete`
+    does all of it.
+
+    Args:
+        documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
+        ownership: which old checkpoints may be replaced and deleted; None: none.
+        max_file_bytes: maximum size of the tensor data in a file; larger data is split into several files. A
+            slice that is larger has a file of its own.
+        verify: whether to read all data back and check it before the checkpoint gets its name.
+        description: other attributes of the :class:`Manifest`, such as ``plan``.
     """
 
     def __init__(
@@ -46,9 +56,12 @@ class SharedSave:
         state: Mapping[str, Any],
         ownership: Ownership | None = None,
         documents: Mapping[str, bytes] | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        verify: bool = True,
         **description: Any,
     ) -> None:
         self._ctx, self._output_dir, self._at = ctx, output_dir, (epoch, step)
+        self._max_file_bytes, self._verify = max_file_bytes, verify
         self._ownership, self._documents = ownership, documents
         self._description = {"epoch": epoch, "step": step, "state": state, **description}
         self._stack = ExitStack()
@@ -63,7 +76,11 @@ class SharedSave:
         of the files and slices written, to pass to `publish`; None if this rank has no slices."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
-        return write_rank(self._staged, place, pieces) if pieces else None
+        if not pieces:
+            return None
+        return write_rank(
+            self._staged, place, pieces, max_file_bytes=self._max_file_bytes, verify=self._verify
+        )
 
     def publish(self, written: Sequence[RankIndex | None]) -> None:
         """On rank 0, write the documents and the manifest, rename the checkpoint to its final name, update
@@ -85,6 +102,16 @@ class SharedSave:
 
     def close(self) -> None:
         self._stack.close()
+
+    def complete(self, pieces: Iterable[TensorSlice]) -> Path:
+        """Do the whole save, and return the path of the checkpoint. ``pieces`` are this rank's slices."""
+        self.on_all_ranks(self.open)
+        try:
+            indices = self.of_all_ranks(self.on_all_ranks(lambda: self.write(pieces)))
+            self.on_all_ranks(lambda: self.publish(indices))
+        finally:
+            self.close()
+        return self.path
 
     def on_all_ranks(self, act: Callable[[], Result]) -> Result:
         """Call the function ``act`` on every rank, and return its result on this rank. If it raises OSError
@@ -122,6 +149,27 @@ class SharedSave:
         return self._output_dir / f"{SAVING}{self.path.name}"
 
 
+def save_checkpoint(
+    output_dir: str | Path,
+    *,
+    epoch: int,
+    step: int,
+    tensors: Iterable[TensorSlice],
+    state: Mapping[str, Any],
+    **options: Any,
+) -> Path:
+    """Save a checkpoint from a single process. Returns its directory `output_dir/epoch_{E}_step_{S}`.
+
+    Args:
+        tensors: slices that together make up every tensor.
+        options: optional arguments of :class:`SharedSave`.
+
+    Raises CheckpointError if the checkpoint cannot be written. Earlier checkpoints are then unchanged.
+    """
+    save = SharedSave(ParallelContext.single(), Path(output_dir), epoch, step, state=state, **options)
+    return save.complete(tensors)
+
+
 class CheckpointManager:
     """Saves checkpoints into one output directory in the foreground: `save` returns when it is done.
 
@@ -148,19 +196,11 @@ class CheckpointManager:
         """Save a checkpoint and return its path. All ranks must call this, and pass each tensor slice on one
         rank only. If the checkpoint cannot be written, all ranks raise CheckpointError, and earlier
         checkpoints are unchanged."""
-        pieces, save = list(tensors), self._begin(epoch, step, state)
-        try:
-            indices = save.of_all_ranks(save.on_all_ranks(lambda: save.write(pieces)))
-            save.on_all_ranks(lambda: save.publish(indices))
-        finally:
-            save.close()
-        return _logged(save.path)
+        return _logged(self._save_of(epoch, step, state).complete(list(tensors)))
 
-    def _begin(self, epoch: int, step: int, state: Mapping[str, Any]) -> SharedSave:
+    def _save_of(self, epoch: int, step: int, state: Mapping[str, Any]) -> SharedSave:
         what = {"state": state, "ownership": self.ownership, **self._description}
-        save = SharedSave(self._ctx, self.output_dir, epoch, step, **what)
-        save.on_all_ranks(save.open)
-        return save
+        return SharedSave(self._ctx, self.output_dir, epoch, step, **what)
 
     def wait_for_copy(self) -> None:
         """Wait until the tensors passed to `save` may be changed. Returns at once after a foreground save."""
@@ -182,8 +222,9 @@ class BackgroundManager(CheckpointManager):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._copier = HostCopier()
-        self._task: Task | None = None
+        self._copier, self._is_copied = HostCopier(), threading.Event()
+        self._is_copied.set()  # there is nothing to copy
+        self._task: Future | None = None
         self._save: SharedSave | None = None
         self._is_written = False
 
@@ -197,7 +238,9 @@ class BackgroundManager(CheckpointManager):
         """
         assert self._task is None, "a save is still under way"
         pieces = list(tensors)
-        self._save = save = self._begin(epoch, step, state)
+        save = self._save_of(epoch, step, state)
+        save.on_all_ranks(save.open)
+        self._save = save
         self._is_written = self._ctx.world_size == 1  # a single process publishes without waiting for others
         try:
             copied, copy = save.on_all_ranks(lambda: self._copier.prepare(pieces))
@@ -205,24 +248,30 @@ class BackgroundManager(CheckpointManager):
             self._close()  # releases the lock of the output directory for the next save
             raise
 
+        self._is_copied.clear()
+
         def write() -> Any:
+            try:
+                copy()
+            finally:
+                self._is_copied.set()
             index = save.write(copied)
             return save.publish([index]) if self._is_written else index
 
-        self._task = Task(write, first=copy)
+        self._task = _started(write)
         return save.path
 
     def wait_for_copy(self) -> None:
-        if self._task is not None:
+        if not self._is_copied.is_set():
             with RECORD.awaiting(_THREAD):
-                self._task.first_done.wait()
+                self._is_copied.wait()
 
     def poll(self) -> Path | None:
         """Continue the save in progress without waiting. Returns the checkpoint's path if it is now complete,
         otherwise None. Raises CheckpointError on all ranks if the save failed on any."""
         if self._task is None:
             return None
-        if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
+        if not gather_numbers(self._ctx, [self._task.done()]).all():
             return None
         save = self._save
         try:
@@ -231,7 +280,7 @@ class BackgroundManager(CheckpointManager):
             result = save.on_all_ranks(self._task.result)
             if not self._is_written:
                 indices = save.of_all_ranks(result)
-                self._is_written, self._task = True, Task(lambda: save.publish(indices))
+                self._is_written, self._task = True, _started(lambda: save.publish(indices))
                 return None
         except BaseException:
             self._close()
@@ -243,7 +292,7 @@ class BackgroundManager(CheckpointManager):
         path = None
         with RECORD.awaiting(_THREAD, polls=True):
             while self._task is not None:
-                self._task.done.wait(beat_seconds())
+                wait_for([self._task], beat_seconds())
                 path = self.poll()
         return path
 
@@ -253,7 +302,7 @@ class BackgroundManager(CheckpointManager):
         incomplete."""
         if self._task is None:
             return
-        self._task.done.wait()
+        wait_for([self._task])
         try:
             if self._ctx.world_size == 1:  # otherwise publishing needs the slices of all ranks
                 self.wait()
@@ -309,32 +358,15 @@ class HostCopier:
             np.copyto(target, source)
 
 
-class Task:
-    """Runs two functions in a daemon thread: ``first``, and then ``act``. The event ``first_done`` is set
-    after the first function, and the event ``done`` at the end."""
+def _started(act: Callable[[], Any]) -> Future:
+    """Run a function in a daemon thread."""
+    future: Future = Future()
 
-    def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
-        self.first_done, self.done = threading.Event(), threading.Event()
-        self._act, self._first = act, first
-        self._value: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
-
-    def result(self) -> Any:
-        assert self.done.is_set()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            try:
-                if self._first is not None:
-                    self._first()
-            finally:
-                self.first_done.set()
-            self._value = self._act()
-        except BaseException as error:  # noqa: BLE001 - re-raised by `result`
-            self._error = error
-        finally:
-            self.done.set()
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - re-raised by `Future.result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
+    return future

@@ -7,13 +7,13 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, covers_once
 from ppfleetx.config.errors import CheckpointError, shown
@@ -143,16 +143,6 @@ class FileEntry:
     header_crc32: Crc32
 
 
-def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry]) -> None:
-    """Check that the entries of a manifest fit together. Raises ValueError unless the slices of each tensor
-    cover it exactly once, and each slice is in a file that the manifest lists."""
-    if len({entry.key for entry in tensors}) != len(tensors):
-        raise ValueError("a tensor is listed twice")
-    for entry in tensors:
-        if problem := _problem(entry, files):
-            raise ValueError(f"tensor {shown(entry.label)}: {problem}")
-
-
 def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
     if entry.vocab_dim is not None and entry.vocab_dim >= len(entry.shape):
         return f"it has no dimension {entry.vocab_dim} (vocab_dim)"
@@ -167,15 +157,13 @@ def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
             return "a slice reaches beyond the tensor"
         if piece.num_bytes != piece.size * item or len(piece.crc32) != -(-piece.num_bytes // CHUNK_BYTES):
             return "sizes contradict each other"
-    if sum(piece.size for piece in entry.slices) != prod(entry.shape):
-        return "its slices do not make up the whole tensor"
     cut = [dim for dim, n in enumerate(entry.shape) if any(piece.shape[dim] != n for piece in entry.slices)]
     boxes = [
         (tuple(piece.offset[dim] for dim in cut), tuple(piece.shape[dim] for dim in cut))
         for piece in entry.slices
     ]
     if not entry.slices or not covers_once(tuple(entry.shape[dim] for dim in cut), boxes):
-        return "its slices overlap and leave holes"
+        return "its slices do not cover it exactly once"
     return None
 
 
@@ -207,18 +195,22 @@ class Manifest:
         documents: entries of ``config.yaml`` and the tokenizer files, by path.
     """
 
-    step: int
-    epoch: int
-    files: Mapping[str, FileEntry]
+    __pydantic_config__ = _EXACTLY
+
+    step: Count
+    epoch: Count
+    files: Mapping[RelativePath, FileEntry]
     tensors: Mapping[tuple[str, str, str], TensorEntry]
     state: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[Mapping[str, Any], ...] = ()
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     config: Mapping[str, Any] | str | None = None
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
     run: str | None = None
-    documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
+    documents: Annotated[Mapping[DocumentPath, DocumentEntry], Field(max_length=MAX_DOCUMENTS)] = field(
+        default_factory=dict
+    )
 
     def to_bytes(self) -> bytes:
         """Return the content of ``manifest.json``. Raises CheckpointError if ``state`` is not JSON."""
@@ -232,8 +224,8 @@ class Manifest:
             raise CheckpointError(f"the state to be saved cannot be written as JSON: {error}") from error
         return text.encode()
 
-    @classmethod
-    def from_bytes(cls, content: bytes, where: str) -> Manifest:
+    @staticmethod
+    def from_bytes(content: bytes, where: str) -> Manifest:
         """Parse and check the content of a ``manifest.json``. Raises CheckpointError if it is invalid or of
         an unsupported version.
 
@@ -251,34 +243,26 @@ class Manifest:
         if document.pop("chunk_bytes", None) != CHUNK_BYTES:
             raise CheckpointError(f"{where}: checksums over chunks of another size than {CHUNK_BYTES}")
         try:
-            read = _Document.model_validate(document)
-            check_together(read.files, read.tensors)
+            listed = document.pop("tensors")
+            tensors = {(entry["kind"], entry["name"], entry["state"]): entry for entry in listed}
+            if len(tensors) != len(listed):
+                raise ValueError("a tensor is listed twice")
+            manifest = _manifests.validate_python({**document, "tensors": tensors})
+            for entry in manifest.tensors.values():
+                if problem := _problem(entry, manifest.files):
+                    raise ValueError(f"tensor {shown(entry.label)}: {problem}")
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise CheckpointError(
                 f"{where}: {key} = {shown(first['input'])}: {first['msg'].removeprefix('Value error, ')}"
             ) from error
-        except ValueError as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{where}: {error}") from error
-        return cls(**{**dict(read), "tensors": {entry.key: entry for entry in read.tensors}})
+        return manifest
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    step: Count
-    epoch: Count
-    files: dict[RelativePath, FileEntry]
-    tensors: list[TensorEntry]
-    state: dict[str, Any] = {}
-    plan: dict[str, Any] = {}
-    ranks: tuple[dict[str, Any], ...] = ()
-    vocab_size: Count | None = None
-    config: dict[str, Any] | str | None = None
-    fingerprints: dict[str, Any] = {}
-    run: str | None = None
-    documents: dict[DocumentPath, DocumentEntry] = Field(default={}, max_length=MAX_DOCUMENTS)
+_manifests = TypeAdapter(Manifest)
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:

@@ -18,13 +18,13 @@ from ppfleetx.checkpoint.config_and_tokenizer import (
     portable_config,
 )
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.manifest import MAX_DOCUMENT_BYTES, Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_named
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice
 from ppfleetx.checkpoint.state_dict import MASTER_WEIGHT
 from ppfleetx.checkpoint.weights import Weights, lazy, shown_reading, slices_of
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.parallel_plan import ParallelPlan
@@ -53,7 +53,7 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
 
     Raises CheckpointError if the checkpoint cannot be read, or is quantized and ``few_bits`` is False.
     """
-    checkpoint = open_resolved(resolve_checkpoint(path))
+    checkpoint = open_named(path)
     manifest = checkpoint.manifest
     if not few_bits:
         _refuse_quantized(checkpoint)

@@ -84,7 +84,8 @@ class Checkpoint:
         ``out`` is a contiguous array to fill and return. Raises CheckpointError if the tensor or part does
         not exist or is damaged."""
         entry = self.entry(name, kind, state)
-        offset, shape = _wanted_box(entry, offset, shape)
+        offset = (0,) * len(entry.shape) if offset is None else offset
+        shape = entry.shape if shape is None else shape
         result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype]) if out is None else out
         assert (result.shape, result.dtype) == (shape, NUMPY_OF_DTYPE[entry.dtype]), "out does not fit"
         self._fill(entry, offset, result)
@@ -108,13 +109,10 @@ class Checkpoint:
 
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
         piece = entry.slices[0]
-        if len(entry.slices) == 1 and piece.shape == result.shape:
+        if (piece.offset, piece.shape) == (offset, result.shape):
             content = memoryview(result.reshape(-1).view(np.uint8))
             storage.read_range(self.path, piece, 0, piece.num_bytes, into=content)
-        else:
-            self._assemble(entry, offset, result)
-
-    def _assemble(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
+            return
         found = 0
         for piece in entry.slices:
             common = intersect((offset, result.shape), (piece.offset, piece.shape))
@@ -122,7 +120,10 @@ class Checkpoint:
                 found += prod(common[1])
                 self._copy(piece, common, result, offset)
         if found != result.size:
-            raise CheckpointError(f"checkpoint {self.path} holds {entry.name} with holes or overlaps")
+            raise CheckpointError(
+                f"{entry.name} has shape {list(entry.shape)} in checkpoint {self.path}: no part of shape "
+                f"{list(result.shape)} is at {list(offset)}"
+            )
 
     def _copy(
         self,
@@ -201,18 +202,3 @@ def read_marker(path: Path) -> dict[str, str]:
             f"{marker_path} is of format {shown(fields.get('format'))}, not {FORMAT}-{VERSION}"
         )
     return fields
-
-
-def _wanted_box(entry: TensorEntry, offset: Index | None, shape: Index | None) -> tuple[Index, Index]:
-    offset = (0,) * len(entry.shape) if offset is None else tuple(offset)
-    if shape is None:
-        shape = tuple(size - start for size, start in zip(entry.shape, offset, strict=False))
-    shape = tuple(shape)
-    if not len(offset) == len(shape) == len(entry.shape) or any(
-        start < 0 or length < 0 or start + length > size
-        for start, length, size in zip(offset, shape, entry.shape, strict=True)
-    ):
-        raise CheckpointError(
-            f"{entry.name} has shape {list(entry.shape)}: no part of shape {list(shape)} is at {list(offset)}"
-        )
-    return offset, shape

@@ -13,12 +13,13 @@ from pathlib import Path
 import yaml
 
 from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_DIR, copy_tokenizer, documents_in
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.manifest import Manifest, TensorEntry, rank_directory
 from ppfleetx.checkpoint.model_only import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.resolve_checkpoint import open_named
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice
-from ppfleetx.checkpoint.writer import commit, save_checkpoint, saving, write_rank
+from ppfleetx.checkpoint.writer import commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.parallel_plan import ParallelPlan
@@ -34,7 +35,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 def merge(path: str | Path, output: str | Path) -> Path:
     """Copy a checkpoint so that all its tensors are whole, with one file of weights and one file of optimizer
     state. Returns the step directory of the copy. Training can continue from it."""
-    checkpoint = open_resolved(resolve_checkpoint(path))
+    checkpoint = open_named(path)
     manifest = checkpoint.manifest
     target = save_checkpoint(
         output,
@@ -58,9 +59,9 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
     finds its slices in its own files. Tensors that tensor parallelism does not split are in the files of
     tensor-parallel rank 0. Returns the step directory of the copy. Raises CheckpointError if the plan does
     not divide the layers or a tensor evenly."""
-    checkpoint = open_resolved(resolve_checkpoint(path))
+    checkpoint = open_named(path)
     manifest, output = checkpoint.manifest, Path(output)
-    stages = _layers_per_stage(manifest, plan)
+    layers_per_stage = _layers_per_stage(manifest, plan)
     with saving(output, manifest.epoch, manifest.step) as staged:
         indices, ranks = [], []
         for pp in range(plan.pp):
@@ -69,7 +70,7 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                 pieces = [
                     piece
                     for entry in manifest.tensors.values()
-                    if _stage_of(entry.name, stages) == pp
+                    if _stage_of(entry.name, layers_per_stage, plan.pp) == pp
                     for piece in _pieces(checkpoint, entry, mp, plan.mp)
                 ]
                 indices.append(write_rank(staged, directory, pieces))
@@ -152,19 +153,19 @@ def _cut_dims() -> dict[str, int]:
     return {_LAYER_NUMBER.sub(".", name): p.dim for name, p in placements.items() if isinstance(p, Shard)}
 
 
-def _layers_per_stage(manifest: Manifest, plan: ParallelPlan) -> list[int]:
+def _layers_per_stage(manifest: Manifest, plan: ParallelPlan) -> int:
     numbers = {
         int(name.split(".")[2]) for _, name, _ in manifest.tensors if name.startswith("decoder.layers.")
     }
     count = len(numbers)
     if count % plan.pp:
         raise CheckpointError(f"{count} layers cannot be shared out evenly over pp = {plan.pp} stages")
-    return [count // plan.pp] * plan.pp
+    return count // plan.pp
 
 
-def _stage_of(name: str, stages: Sequence[int]) -> int:
+def _stage_of(name: str, layers_per_stage: int, num_stages: int) -> int:
     if name.startswith("embedding."):
         return 0
     if not name.startswith("decoder.layers."):
-        return len(stages) - 1
-    return int(name.split(".")[2]) // stages[0]
+        return num_stages - 1
+    return int(name.split(".")[2]) // layers_per_stage

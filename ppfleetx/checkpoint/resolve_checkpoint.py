@@ -96,6 +96,11 @@ def open_resolved(path: str | Path) -> Checkpoint:
     return open_checkpoint(path)
 
 
+def open_named(path: str | Path) -> Checkpoint:
+    """Open the checkpoint that ``path`` refers to (`resolve_checkpoint`)."""
+    return open_resolved(resolve_checkpoint(path))
+
+
 def _has_manifest(path: Path) -> bool:
     return (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists()
 
@@ -119,33 +124,23 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def newest_good(
-    output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
+    output_dir: str | Path,
+    *,
+    verify: bool = True,
+    counts: Callable[[Checkpoint], bool] = lambda _: True,
+    warns: bool = True,
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint in ``output_dir``, or None. Damaged and incomplete ones are
-    skipped with a warning.
+    skipped.
 
     Args:
         verify: whether to read all data to find damage.
         counts: returns whether a checkpoint may be returned; others are skipped. By default, none is skipped.
+        warns: whether to log a warning for each damaged or incomplete checkpoint.
     """
-    found, damage = _search_good(Path(output_dir), verify, counts)
-    for error in damage:
-        get_logger().warning(f"skipped a damaged checkpoint: {error}")
-    return found
-
-
-def _search_good(
-    output_dir: Path, verify: bool, counts: Callable[[Checkpoint], bool] = lambda _: True
-) -> tuple[Checkpoint | None, list[CheckpointError]]:
     complete = complete_checkpoints(output_dir)
-    damage = []
-    for path in step_directories(output_dir):
-        if path not in complete:
-            try:
-                read_marker(path)
-            except CheckpointError as error:
-                damage.append(error)
-    for path in reversed(complete):
+    incomplete = [path for path in step_directories(Path(output_dir)) if path not in complete]
+    for path in (*incomplete, *reversed(complete)):
         try:
             checkpoint = open_checkpoint(path)
             if not counts(checkpoint):
@@ -153,10 +148,11 @@ def _search_good(
             if verify:
                 checkpoint.verify()
         except CheckpointError as error:
-            damage.append(error)
+            if warns:
+                get_logger().warning(f"skipped a damaged checkpoint: {error}")
             continue
-        return checkpoint, damage
-    return None, damage
+        return checkpoint
+    return None
 
 
 def _follow(pointer: Path, verify: bool) -> Path:
@@ -197,7 +193,7 @@ def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
     Args:
         bad: the checkpoint that the error is about. If it is the newest undamaged one, the result is empty.
     """
-    good, _ = _search_good(output_dir, verify=True)
+    good = newest_good(output_dir, warns=False)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""
     return (

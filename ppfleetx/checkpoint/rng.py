@@ -17,9 +17,7 @@ from ppfleetx.distributed.coordination import gather
 from ppfleetx.distributed.random import stream_tracker
 from ppfleetx.utils.log import get_logger
 
-# Words in the Mersenne Twister states: 32-bit words in NumPy; 64-bit words in Paddle, which appends the
-# position.
-_NUMPY_KEYS, _PADDLE_ENGINE_WORDS = 624, 312
+_PADDLE_ENGINE_WORDS = 312  # 64-bit words of a Mersenne Twister, without the position that follows them
 _NUMPY_PARTS = ("name", "keys", "position", "has_gauss", "cached")
 _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
@@ -92,12 +90,9 @@ def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
     try:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-        keys = np.array(numpy["keys"], dtype=np.uint32)
-        if keys.shape != (_NUMPY_KEYS,):
-            raise ValueError(f"NumPy's generator has {keys.size} words instead of {_NUMPY_KEYS}")
-        np.random.set_state(tuple(({**numpy, "keys": keys})[part] for part in _NUMPY_PARTS))
+        np.random.set_state(tuple(numpy[part] for part in _NUMPY_PARTS))
         _set_paddle_state(state["paddle"], streams=streams)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
             f"the random number generators in the checkpoint cannot be restored ({error}){_REFUSAL}"
         ) from error

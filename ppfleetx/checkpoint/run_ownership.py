@@ -48,10 +48,6 @@ class Ownership:
     keep_max: int | None = None
     spared: frozenset[Path] = frozenset()
 
-    def __post_init__(self) -> None:
-        if self.keep_max is not None and self.keep_max < 1:
-            raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
-
     def may_replace(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``. True if the run saved
         every file in the checkpoint under this name, and was not started from the checkpoint. Always False

@@ -76,9 +76,14 @@ def load_model(
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
-    others = allow_other_shapes and _has_other_vocabulary(checkpoint, vocab_size)
-    if not others:
-        _check_vocabulary(checkpoint, vocab_size)
+    stored_size = checkpoint.manifest.vocab_size
+    others = vocab_size is not None and stored_size is not None and stored_size != vocab_size
+    if others and not allow_other_shapes:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has a vocabulary of {stored_size}, the model "
+            f"(Model.vocab_size) of {vocab_size}: they belong to different tokenizers; with "
+            "Engine.save_load.allow_other_shapes=True the embedding starts afresh"
+        )
     names = [name for name, _ in params]
     _check_names(checkpoint, list(dict.fromkeys([*names, *model_names])), allow_missing, allow_extra)
     stored = set(checkpoint.names())
@@ -275,20 +280,6 @@ def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -
                 f"Compress.Weights describes a quantized checkpoint, and {checkpoint.path} is not quantized "
                 f"({name} is {checkpoint.entry(name).dtype}); `ppfleetx quantize` makes one"
             )
-
-
-def _has_other_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> bool:
-    stored = checkpoint.manifest.vocab_size
-    return vocab_size is not None and stored is not None and stored != vocab_size
-
-
-def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
-    if _has_other_vocabulary(checkpoint, vocab_size):
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} has a vocabulary of {checkpoint.manifest.vocab_size}, the model "
-            f"(Model.vocab_size) of {vocab_size}: they belong to different tokenizers; with "
-            "Engine.save_load.allow_other_shapes=True the embedding starts afresh"
-        )
 
 
 def _of_same_shape(

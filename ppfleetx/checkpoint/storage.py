@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -148,28 +147,20 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
     Args:
         pieces: (name for the sentence, manifest entry) of each slice.
     """
-    own = threading.local()
-
-    def make_scratch() -> None:
-        own.scratch = memoryview(np.empty(CHUNK_BYTES, np.uint8))
 
     def problem(named: tuple[str, SliceEntry]) -> str | None:
         name, piece = named
+        scratch = memoryview(np.empty(min(CHUNK_BYTES, piece.num_bytes), np.uint8))
+        sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
         try:
-            check_piece(directory, piece, own.scratch)
+            _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
         except CheckpointError as error:
             return f"{name}: {error}"
         return None
 
     # Threads help, because reading and zlib's checksum release the GIL.
-    with ThreadPoolExecutor(_CHECKERS, "checksum", initializer=make_scratch) as pool:
+    with ThreadPoolExecutor(_CHECKERS, "checksum") as pool:
         yield from filter(None, pool.map(problem, pieces))
-
-
-def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
-    """Raise CheckpointError if a tensor slice is damaged. ``scratch`` is a buffer of CHUNK_BYTES."""
-    sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
-    _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
 
 
 def _read_chunks(path: Path, piece: SliceEntry, first: int, chunks: Iterable[memoryview]) -> None:

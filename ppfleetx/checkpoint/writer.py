@@ -1,5 +1,5 @@
 """Write a checkpoint under a hidden name, check it, and rename it. Each rank calls `write_rank`; then one
-rank calls `commit` with the results of all ranks."""
+rank calls `commit` with the results of all ranks. :mod:`ppfleetx.checkpoint.manager` does this for a job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ppfleetx.checkpoint import housekeeping, storage
 from ppfleetx.checkpoint.manifest import (
@@ -18,7 +17,6 @@ from ppfleetx.checkpoint.manifest import (
     Manifest,
     TensorEntry,
     marker_of,
-    rank_directory,
     step_directory,
 )
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint, read_marker
@@ -27,7 +25,6 @@ from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.message_text import counted
-from ppfleetx.config.parallel_plan import AXES
 from ppfleetx.utils.output_files import fsync_dir
 
 MAX_FILE_BYTES = 4 * 1024**3
@@ -44,61 +41,6 @@ class RankIndex:
     @property
     def directory(self) -> str:
         return next(iter(self.files)).split("/")[0]
-
-
-def save_checkpoint(
-    output_dir: str | Path,
-    *,
-    epoch: int,
-    step: int,
-    tensors: Iterable[TensorSlice],
-    state: Mapping[str, Any],
-    plan: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | str | None = None,
-    fingerprints: Mapping[str, Any] | None = None,
-    vocab_size: int | None = None,
-    documents: Mapping[str, bytes] | None = None,
-    ownership: Ownership | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    verify: bool = True,
-) -> Path:
-    """Save a checkpoint from a single process. Returns its directory `output_dir/epoch_{E}_step_{S}`.
-
-    Args:
-        tensors: slices that together make up every tensor.
-        documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
-        ownership: which old checkpoints may be replaced and deleted; None: none.
-        max_file_bytes: maximum size of the tensor data in a file; larger data is split into several files. A
-            slice that is larger has a file of its own.
-        verify: whether to read all data back and check it before the checkpoint gets its name.
-
-    The other arguments are stored in the manifest; :class:`Manifest` describes them. Raises CheckpointError
-    if the checkpoint cannot be written. Earlier checkpoints are then unchanged.
-    """
-    output_dir, rank_dir = Path(output_dir), rank_directory()
-    try:
-        with saving(output_dir, epoch, step) as staged:
-            index = write_rank(staged, rank_dir, tensors, max_file_bytes=max_file_bytes, verify=verify)
-            manifest = Manifest(
-                step=step,
-                epoch=epoch,
-                files={},
-                tensors={},
-                state=state,
-                plan=plan or {},
-                ranks=({"rank": 0, **dict.fromkeys(AXES, 0), "directory": rank_dir},),
-                vocab_size=vocab_size,
-                config=config,
-                fingerprints=fingerprints or {},
-            )
-            return commit(staged, manifest, [index], ownership, documents or {})
-    except (OSError, CheckpointError) as error:
-        name = step_directory(epoch, step)
-        why = housekeeping.describe_os_error(error) if isinstance(error, OSError) else str(error)
-        raise CheckpointError(
-            f"checkpoint {name} could not be written to {output_dir}: {why}. "
-            "Earlier checkpoints are unchanged."
-        ) from error
 
 
 @contextmanager

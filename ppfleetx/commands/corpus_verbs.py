@@ -50,7 +50,7 @@ class InspectData(Command):
 
 def show(prefix: str, as_json: bool) -> None:
     """Print what a tokenized corpus contains, such as its numbers of documents and tokens."""
-    from ppfleetx.data.prepare.merge_corpora import summary, summary_text
+    from ppfleetx.data.corpus_checks import summary, summary_text
 
     facts = summary(prefix)
     print(json.dumps(facts) if as_json else summary_text(facts))
@@ -94,8 +94,7 @@ class MergeData(Command):
     overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
-        from ppfleetx.data.prepare.merge_corpora import merge
-        from ppfleetx.data.tokenized_corpus import find_prefixes
+        from ppfleetx.data.tokenized_corpus import find_prefixes, merge
 
         prefixes = [prefix for path in self.input for prefix in find_prefixes(path)]
         merge(prefixes, self.output_prefix, overwrite=self.overwrite)

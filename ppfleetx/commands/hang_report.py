@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.hang_diagnosis import explain
-from ppfleetx.resilience.hang_report import Report, latest, read_reports
-from ppfleetx.resilience.hang_report_dir import HANG_DIRS
+from ppfleetx.resilience.hang_report import HANG_DIRS, Report, latest, read_reports
 
 if TYPE_CHECKING:
     from ppfleetx.commands.train_verbs import HangReport

@@ -47,9 +47,10 @@ class Inspect(Command):
         if self.verify:
             return verify(self.checkpoint)
         from ppfleetx.checkpoint import inspect
+        from ppfleetx.checkpoint.resolve_checkpoint import open_named
 
         with naming("DIR", self.checkpoint):
-            checkpoint = inspect.open_for_inspection(self.checkpoint)
+            checkpoint = open_named(self.checkpoint)
         facts = inspect.summary(checkpoint)
         if self.json:
             print(json.dumps(facts, indent=2))
@@ -71,12 +72,12 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 def verify(path: str) -> int:
     """Check a checkpoint for damage, by its checksums if it has them, and print what was found. Returns the
     exit code: 1 for damage, else 0."""
-    from ppfleetx.checkpoint import inspect
+    from ppfleetx.checkpoint.resolve_checkpoint import open_named
 
     if not Path(path).is_dir():
         raise CheckpointError(f"DIR = {path!r}: there is no directory {path}")
     try:
-        checkpoint = inspect.open_for_inspection(path)
+        checkpoint = open_named(path)
     except CheckpointError as error:
         print(f"damaged: {error}")
         return 1
@@ -98,11 +99,12 @@ def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
     """Print the tensors that differ between two checkpoints. Returns the exit code: 1 if there are any, else
     0."""
     from ppfleetx.checkpoint import inspect
+    from ppfleetx.checkpoint.resolve_checkpoint import open_named
 
     checkpoints = []
     for path in (one, other):
         with naming("--diff", path):
-            checkpoints.append(inspect.open_for_inspection(path))
+            checkpoints.append(open_named(path))
     count = 0
     for difference in inspect.differences(*checkpoints, pattern):
         kind, name, state = difference.key

@@ -18,7 +18,7 @@ from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.data.tasks.evaluation import LastWords, Window, window_batches
 from ppfleetx.generation.generator import Generator
-from ppfleetx.nn.token_scores import token_scores
+from ppfleetx.nn.loss import token_scores
 from ppfleetx.parallel.step import to_tensors
 from ppfleetx.utils.progress_bar import ProgressBar
 

@@ -137,7 +137,7 @@ def _predict_one_plan(
     work = replace(whole.workload, accumulate_steps=batch // (plan.data_size * micro))
     broken = violations(plan, work)
     if broken:
-        raise ConfigError(broken[0].sentence, key=option, value=words)
+        raise ConfigError(broken[0].rule, key=option, value=words)
     cfg = written.under(plan, micro, batch, named.recompute)
     return cfg, Prediction(job_of(cfg, cluster.card), cluster)
 

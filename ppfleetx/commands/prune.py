@@ -21,17 +21,15 @@ from ppfleetx.commands.checkpoint_verbs import (
 )
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.compress.prune import (
-    kept_of,
-    magnitude_scores,
-    pruned_model,
-    pruned_tensors,
-    sizes_after,
-)
-from ppfleetx.compress.prune_experts import (
     experts_left,
     kept_experts,
+    kept_of,
+    magnitude_scores,
     pruned_mixtures,
+    pruned_model,
+    pruned_tensors,
     router_scores,
+    sizes_after,
     without_experts,
 )
 from ppfleetx.config.errors import ConfigError

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.inspect import open_for_inspection, summary
-from ppfleetx.checkpoint.resolve_checkpoint import complete_checkpoints
+from ppfleetx.checkpoint.inspect import summary
+from ppfleetx.checkpoint.resolve_checkpoint import complete_checkpoints, open_named
 from ppfleetx.checkpoint.run_ownership import read_run
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.loss_curves import (
@@ -286,7 +286,7 @@ def _data(run: RunFiles) -> Section:
 def _checkpoints(directory: Path) -> list[Section]:
     rows = []
     for path in complete_checkpoints(directory):
-        facts = summary(open_for_inspection(path))
+        facts = summary(open_named(path))
         size = bytes_text(facts["model_bytes"] + facts["optimizer_bytes"])
         rows.append((path.name, f"{facts['step']:,}", facts["saved_at"] or "", size))
     return [Section("Checkpoints", table=[("directory", "step", "saved", "size"), *rows])] if rows else []

@@ -1,9 +1,9 @@
-"""Structured pruning: remove attention groups, feed-forward units and whole layers from a model.
+"""Structured pruning: remove attention groups, feed-forward units, experts and whole layers from a model.
 
 An attention group is a key/value head with its query heads. A feed-forward unit is one hidden feature of an
-MLP. Each layer loses the same number of groups and of units.
+MLP. Each layer loses the same number of groups, of units, and of experts. Shared experts are kept.
 
-Shape letters: g attention groups, f feed-forward units.
+Shape letters: g attention groups, f feed-forward units, E experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ppfleetx.compress import Criterion, Part
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.spec import model_spec
+from ppfleetx.config.sections.moe import MoEConfig, is_router_load
+from ppfleetx.config.validate import section_of
+from ppfleetx.models.gpt.spec import model_spec, parameter_shapes
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 """Matches a parameter's name: (layer number, name within the layer)."""
@@ -129,12 +131,8 @@ def sizes_after(
         )
     )
     if (groups, units, len(layers)) == (model.kv_heads, model.ffn_size, model.num_layers):
-        raise ConfigError(
-            f"removes none of {model.kv_heads} key/value heads and {model.ffn_size} feed-forward units"
-            + (f", where what remains must be a multiple of {multiple}" if multiple > 1 else ""),
-            key="--ratio",
-            value=ratio,
-        )
+        what = f"{model.kv_heads} key/value heads and {model.ffn_size} feed-forward units"
+        raise _removes_none(what, ratio, multiple)
     return Sizes(groups, units, layers)
 
 
@@ -148,15 +146,23 @@ def check_share(ratio: float, multiple: int) -> None:
 
 
 def _left(total: int, ratio: float, multiple: int, what: str) -> int:
-    taken = parts_out(total, ratio)
     if ratio and total == 1:
         raise ConfigError(
             f"leaves no {what}: each layer has only one; prune the other part (--part)",
             key="--ratio",
             value=ratio,
         )
-    left = -(-(total - taken) // multiple) * multiple
-    return min(left, total)
+    return _rounded_up(total, ratio, multiple)
+
+
+def _rounded_up(total: int, ratio: float, multiple: int) -> int:
+    """Return what is left of ``total`` parts, rounded up to a multiple of ``multiple``."""
+    return min(-(-(total - parts_out(total, ratio)) // multiple) * multiple, total)
+
+
+def _removes_none(what: str, ratio: float, multiple: int) -> ConfigError:
+    condition = f", where what remains must be a multiple of {multiple}" if multiple > 1 else ""
+    return ConfigError(f"removes none of {what}{condition}", key="--ratio", value=ratio)
 
 
 def check_network(model: ModelConfig) -> None:
@@ -262,6 +268,81 @@ def _cut(tensor: LazyTensor, own: str, model: ModelConfig, kept: GroupsAndUnits)
     which = kept.groups if parts.of_groups else kept.units
     if len(which) * parts.width == tensor.shape[parts.axis]:
         return tensor
-    indices = parts.indices(which)
-    shape = tuple(len(indices) if dim == parts.axis else size for dim, size in enumerate(tensor.shape))
-    return LazyTensor(tensor.dtype, shape, lambda: np.take(tensor.read(), indices, axis=parts.axis))
+    return _taken(tensor, parts.indices(which), parts.axis)
+
+
+def _taken(tensor: LazyTensor, which: np.ndarray, axis: int) -> LazyTensor:
+    shape = tuple(len(which) if dim == axis else size for dim, size in enumerate(tensor.shape))
+    return LazyTensor(tensor.dtype, shape, lambda: np.take(tensor.read(), which, axis=axis))
+
+
+# -- experts
+
+
+def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
+    """Return how many experts remain in each layer after removing the fraction ``ratio``. The result is
+    rounded up to a multiple of ``multiple``. Raises ConfigError if no expert can be removed, or if too few
+    would remain."""
+    check_share(ratio, multiple)
+    moe = model.moe
+    if moe is None:
+        raise ConfigError("the model has no mixtures of experts (Model.moe)", key="--part", value="experts")
+    total, left = moe.num_experts, _rounded_up(moe.num_experts, ratio, multiple)
+    if left == total:
+        raise _removes_none(f"{total} experts", ratio, multiple)
+    try:
+        section_of(MoEConfig, {**moe.model_dump(), "num_experts": left})
+    except ConfigError as error:
+        raise ConfigError(
+            f"leaves {left} of {total} experts: {error.rule}", key="--ratio", value=ratio
+        ) from None
+    return left
+
+
+def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
+    values = model.model_dump()
+    return ModelConfig(**{**values, "moe": {**values["moe"], "num_experts": num_experts}})
+
+
+def router_scores(
+    tensors: Mapping[str, LazyTensor], model: ModelConfig, criterion: Criterion
+) -> dict[int, np.ndarray]:
+    """Score experts by the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of their router weights.
+    Returns ``[E]`` by layer number."""
+    scores = {}
+    for layer in model.moe.mixture_layers(model.num_layers):
+        weight = tensors[f"decoder.layers.{layer}.mlp.router.weight"]
+        values = np.abs(cast(weight.read(), weight.dtype, "F32").astype(np.float64))
+        scores[layer] = (values**2 if criterion == "l2_norm" else values).sum(axis=0)
+    return scores
+
+
+def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
+    """Return the sorted indices of the experts with the largest ``scores [E]``. If scores are equal, the
+    first experts are kept. Each of the ``num_groups`` routing groups keeps the same number of experts."""
+    grouped = scores.reshape(num_groups or 1, -1)
+    best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
+    return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))
+
+
+def without_experts(
+    tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield (name, tensor) of a model after removing experts. Tensors are read lazily. The measured loads of
+    the experts are replaced by equal loads.
+
+    Args:
+        tensors: the tensors of the original model.
+        model, small: the networks before and after.
+        kept: the indices of the experts to keep, by layer number.
+    """
+    before, after = parameter_shapes(model), parameter_shapes(small)
+    for name, tensor in tensors.items():
+        if name not in after or before[name] == after[name]:
+            yield name, tensor
+        elif is_router_load(name):  # fractions of the tokens of a step; start again from equal loads
+            share = np.full(after[name], 1 / small.moe.num_experts, np.float32)
+            yield name, LazyTensor("F32", after[name], lambda share=share: share)
+        else:
+            axis = next(dim for dim, size in enumerate(before[name]) if size != after[name][dim])
+            yield name, _taken(tensor, kept[int(LAYER.fullmatch(name)[1])], axis)

@@ -148,12 +148,9 @@ class PruningInTraining:
         gone, num_new = [], 0
         for score in scores:
             kept = kept_of(score, sizes)
-            gone.append(
-                (np.setdiff1d(np.arange(groups), kept.groups), np.setdiff1d(np.arange(units), kept.units))
-            )
-            num_new += np.count_nonzero(score.groups[gone[-1][0]]) + np.count_nonzero(
-                score.units[gone[-1][1]]
-            )
+            parts = np.delete(np.arange(groups), kept.groups), np.delete(np.arange(units), kept.units)
+            gone.append(parts)
+            num_new += np.count_nonzero(score.groups[parts[0]]) + np.count_nonzero(score.units[parts[1]])
         # No mask is needed: only zeros pass through these parts, forward and backward, so their gradients are
         # zero, and neither optimizer nor weight decay changes them.
         states: dict[str, list[Any]] = {}

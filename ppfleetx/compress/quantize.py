@@ -89,22 +89,17 @@ def check_options(model: ModelConfig, options: Options) -> None:
     ):
         if model.moe is not None and is_given:
             raise ConfigError(f"needs the inputs of each expert, which are not recorded; {remedy}", key=key)
-    if model.latent_attention is not None and options.smooth:
-        raise ConfigError(
-            "changes the norm before queries, keys and values, and does not know latent attention",
-            key="--smooth",
-        )
-    if options.smooth and not model.pre_norm:
-        raise ConfigError(
-            "changes the gain of the norm before a matrix, and with Model.pre_norm False there is none",
-            key="--smooth",
-        )
-    if options.smooth and (model.shared_input_norm or NORMS.traits(model.normalization).zero_centered):
-        key = "shared_input_norm" if model.shared_input_norm else "normalization"
-        raise ConfigError(
-            f"changes the gain of the norm before a matrix, and Model.{key} = {getattr(model, key)}",
-            key="--smooth",
-        )
+    for key, prevents_smoothing in (
+        ("latent_attention", model.latent_attention is not None),
+        ("pre_norm", not model.pre_norm),
+        ("shared_input_norm", model.shared_input_norm),
+        ("normalization", NORMS.traits(model.normalization).zero_centered),
+    ):
+        if options.smooth and prevents_smoothing:
+            raise ConfigError(
+                f"changes the gain of the norm before a matrix, which Model.{key} does not allow",
+                key="--smooth",
+            )
     layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]
     for pattern in options.weights.skip:
         if not fnmatch.filter(layers, pattern):
@@ -193,11 +188,11 @@ class Quantizer:
         CheckpointError if the checkpoint does not fit the model."""
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
+        small_stages = stages
         # With float activations, ordinary layers with dequantized weights are equivalent to quantized
         # layers, and faster for whole windows.
-        small_stages = (
-            stages if weights.activation_bits is None else with_quantized_weights(stages, weights, factory)
-        )
+        if weights.activation_bits is not None:
+            small_stages = with_quantized_weights(stages, weights, factory)
         shared: dict[str, nn.Layer] = {}
         small_shared: dict[str, nn.Layer] = {}
         both = zip(stages, small_stages, strict=True)
@@ -289,15 +284,13 @@ class Quantizer:
         return Stored(stored.levels.T, stored.scale.T, form, is_table=True) if is_table else stored
 
     def _rounded(self, linear: str, weight: np.ndarray, form: Form) -> Stored:
-        return self._on_trained_grid(linear, weight, form) or nearest(weight, form)
-
-    def _on_trained_grid(self, linear: str, weight: np.ndarray, form: Form) -> Stored | None:
         cfg = self._options.trained
-        if cfg is None or self._options.smooth:  # smoothing changes the weights
-            return None
-        stored = on_trained_grid(weight, linear, form, cfg, self._checkpoint)
-        self.report.on_trained_grid += stored is not None
-        return stored
+        if cfg is not None and not self._options.smooth:  # smoothing changes the weights
+            stored = on_trained_grid(weight, linear, form, cfg, self._checkpoint)
+            if stored is not None:
+                self.report.on_trained_grid += 1
+                return stored
+        return nearest(weight, form)
 
     def _keep(self, parameters: Mapping[str, paddle.Tensor], stored: Mapping[str, Stored]) -> None:
         for name, parameter in parameters.items():

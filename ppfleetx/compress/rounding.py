@@ -247,13 +247,6 @@ def check_form(name: str, in_features: int, form: Form) -> None:
             key="--group",
             value=form.group_size,
         )
-    if form.bits == 4 and in_features % 8:
-        raise ConfigError(
-            f"{name} has {in_features} input features, and kernels read 4-bit weights 8 at a time; leave it "
-            f"as it is with --skip '{name}'",
-            key="--to",
-            value="int4",
-        )
 
 
 def nearest(weight: np.ndarray, form: Form) -> Stored:

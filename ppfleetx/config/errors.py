@@ -16,7 +16,6 @@ UNSET: Any = object()
 
 _MAX_TEXT = 200  # enough for most paths
 _MAX_KEY = 120
-_MAX_RULE = 2000
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _MAX_TEXT
@@ -91,8 +90,6 @@ class ConfigError(UserError):
             head += f" = {shown(value)}"
         if place is not None:
             head += f" ({place})" if head else place
-        if len(rule) > _MAX_RULE:
-            rule = f"{rule[:_MAX_RULE]}..."
         message = f"{head}: {rule}" if head else rule
         super().__init__(message if not hint else f"{message}{'' if hint.startswith(chr(10)) else ' '}{hint}")
 

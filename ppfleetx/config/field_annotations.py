@@ -66,11 +66,6 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     return annotation
 
 
-def is_mapping(annotation: Any) -> bool:
-    """Whether a field with this annotation may hold a mapping whose keys the user chooses."""
-    return any(get_origin(part) is dict for part in members(annotation))
-
-
 def is_text_only(annotation: Any) -> bool:
     """Whether a field accepts only strings (or null) as single values, so that ``007`` in YAML stays text."""
     scalars = []

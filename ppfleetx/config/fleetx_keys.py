@@ -5,6 +5,7 @@ In the tables below, ``*`` in a key matches any name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,27 +105,23 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
         *_each(tree, "Optimizer.lr.warmup", _warmup),
         *_drop(tree),
         *_replace_values(tree),
-        *_warn_split_qkv(tree),
         # These rules read several sections.
         *((*_task_of_program(tree), *_unlimited(tree), *_rewrite_experts(tree)) if is_whole else ()),
     ]
     return tree, tuple(warnings)
 
 
-def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
+def _find(tree: Node, pattern: str, above: str = "") -> Iterator[tuple[Node, str, str]]:
     """Yield each occurrence of a dotted key, with ``*`` for any name, as (mapping, name in it, full key)."""
-
-    def descend(node: Node, parts: list[str], path: tuple[str, ...]) -> Iterator[tuple[Node, str, str]]:
-        if not isinstance(node.value, dict):
-            return
-        names = list(node.value) if parts[0] == "*" else [parts[0]] if parts[0] in node.value else []
-        for name in names:
-            if len(parts) == 1:
-                yield node, name, ".".join((*path, name))
-            else:
-                yield from descend(node.value[name], parts[1:], (*path, name))
-
-    yield from descend(tree, pattern.split("."), ())
+    first, _, rest = pattern.partition(".")
+    names = list(tree.value) if isinstance(tree.value, dict) else []
+    for name in names:
+        if first not in ("*", name):
+            continue
+        if rest:
+            yield from _find(tree.value[name], rest, f"{above}{name}.")
+        else:
+            yield tree, name, above + name
 
 
 def _set(tree: Node, key: str, node: Node, old: str) -> None:
@@ -145,7 +142,10 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
     if present is not None and isinstance(present.value, dict) and isinstance(node.value, dict):
         node = merge(present, node)
     elif not (
-        present is None or present.value is None or same_value(present, node) or _is_stronger(node, present)
+        present is None
+        or present.value is None
+        or same_value(present, node)
+        or (is_argument(node.place) and not is_argument(present.place))
     ):
         raise ConfigError(
             f"contradicts its old spelling {old} = {shown(plain_value(node))} ({node.place})",
@@ -154,11 +154,6 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
             place=present.place,
         )
     tree.value[last] = node
-
-
-def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` overrides ``present``: ``node`` is from the command line, and ``present`` is not."""
-    return is_argument(node.place) and not is_argument(present.place)
 
 
 def _rename(tree: Node) -> Iterator[str]:
@@ -210,15 +205,6 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
     return f"{path} ({node.place}) is an old spelling of {target}"
 
 
-def _warn_split_qkv(tree: Node) -> Iterator[str]:
-    for mapping, name, path in _find(tree, "Model.fuse_attn_qkv"):
-        if mapping.value[name].value is False:
-            yield (
-                f"{path} = False ({mapping.value[name].place}) has no effect: the projections are one weight "
-                "always, with the same results"
-            )
-
-
 def _task_of_program(tree: Node) -> Iterator[str]:
     """Set ``Model.module``, if it is missing, to the task of the configured datasets. Yields warnings.
 
@@ -247,11 +233,12 @@ def _unlimited(tree: Node) -> Iterator[str]:
         return
     for key, (limit, why) in _UNLIMITED.items():
         for mapping, name, path in list(_find(tree, f"Engine.{key}")):
-            node = mapping.value.pop(name)
+            node = mapping.value[name]
             if node.value != -1:
-                mapping.value[name] = node
                 continue
-            if limit is not None:
+            if limit is None:
+                del mapping.value[name]
+            else:
                 mapping.value[name] = Node(limit, node.place)
             became = "not used" if limit is None else f"read as {limit}"
             yield f"{path} = -1 ({node.place}) is {became}: {why}"
@@ -284,11 +271,10 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def refuse_unsupported(tree: Node) -> None:
     """Raise ConfigError if ``tree`` uses a FleetX feature that ppfleetx does not have."""
     for key, applies, rule in _UNSUPPORTED:
-        node: Node | None = tree
-        for part in key.split("."):
-            node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
-        if node is not None and applies(plain_value(node)):
-            raise ConfigError(rule, key=key, value=plain_value(node), place=node.place)
+        for mapping, name, _ in _find(tree, key):
+            node = mapping.value[name]
+            if applies(plain_value(node)):
+                raise ConfigError(rule, key=key, value=plain_value(node), place=node.place)
 
 
 # ---- mixtures of experts. FleetX's key names are read, but our formulas are used: FleetX weights experts
@@ -308,11 +294,10 @@ _UNUSED_MOE_KEYS = ("moe_eval_capacity_factor", "moe_min_capacity")
 def _rewrite_experts(tree: Node) -> list[str]:
     """Rewrite FleetX's expert keys in ``tree`` in place, and return warnings."""
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
-    given, flat = (
-        model.pop("moe_configs", None),
-        {key: model.pop(key) for key in _FLAT_MOE_KEYS if key in model},
-    )
-    number = model.pop("num_experts", None) if flat else None
+    given = model.pop("moe_configs", None)
+    flat = {key: model.pop(key) for key in _FLAT_MOE_KEYS if key in model}
+    if flat and "num_experts" in model:
+        flat["num_experts"] = model.pop("num_experts")
     weight = engine.pop("balance_loss_weight", None) or flat.get("balance_loss_weight")
     for key, dense in (("module", "GPTModule"), ("name", "GPT")):
         if key in model and model[key].value in ("MoEModule", "MoE"):
@@ -324,9 +309,9 @@ def _rewrite_experts(tree: Node) -> list[str]:
     if given is not None and given.value is not None:
         place, unread = given.place, [*flat]
         moe, degree = _convert_moe_section(_checked_moe_keys(given), _section(tree, "Distributed"))
-    elif number is not None and _count("Model.num_experts", number) > 1:
-        place, degree = number.place, 1
-        moe = _convert_flat_moe(number, flat, model)
+    elif _count("Model", flat, "num_experts", 1) > 1:
+        place, degree = flat["num_experts"].place, 1
+        moe = _convert_flat_moe(flat, model)
         unread = [key for key in _UNUSED_MOE_KEYS if key in flat and flat[key].value is not None]
         slices = flat.get("enable_expert_tensor_parallelism")
         if slices is not None and slices.value is False:
@@ -374,14 +359,9 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
             value=gate,
             place=keys["gate"].place,
         )
-    degree = 1
-    for key in ("dp_degree", "mp_degree"):
-        node = distributed.get(key)
-        if node is None or node.value is None:
-            continue
-        degree *= _count(f"Distributed.{key}", node)
-    each = _count("Model.moe_configs.num_experts", keys["num_experts"]) if "num_experts" in keys else 1
-    top_k = _count("Model.moe_configs.top_k", keys["top_k"]) if "top_k" in keys else 2
+    degree = math.prod(_count("Distributed", distributed, key, 1) for key in ("dp_degree", "mp_degree"))
+    each = _count("Model.moe_configs", keys, "num_experts", 1)
+    top_k = _count("Model.moe_configs", keys, "top_k", 2)
     # FleetX gives the number of experts per rank, and every layer is a mixture of experts.
     moe = {
         "num_experts": each * degree,
@@ -392,7 +372,7 @@ def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) ->
     return moe, degree
 
 
-def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
+def _convert_flat_moe(flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
     """Convert FleetX's expert keys in section ``Model``, which have DeepSpeed's names, to ``Model.moe``."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
@@ -402,16 +382,12 @@ def _convert_flat_moe(number: Node, flat: dict[str, Node], model: dict[str, Node
             value=True,
             place=residual.place,
         )
-
-    def count(key: str, default: int) -> int:
-        return _count(f"Model.{key}", flat[key]) if flat.get(key) else default
-
-    interval, top_k = count("expert_interval", 2), count("topk", 1)
-    layers = _count("Model.num_layers", model["num_layers"]) if "num_layers" in model else 0
+    interval, top_k = _count("Model", flat, "expert_interval", 2), _count("Model", flat, "topk", 1)
+    layers = _count("Model", model, "num_layers", 0)
     drops = flat.get("moe_token_dropping")
     factor = flat.get("moe_train_capacity_factor")
     moe: dict[str, Any] = {
-        "num_experts": _count("Model.num_experts", number),
+        "num_experts": _count("Model", flat, "num_experts", 1),
         "top_k": top_k,
         "layers": list(range(interval - 1, layers, interval)),
         "router": {"normalize": top_k > 1},
@@ -432,12 +408,19 @@ def _section(tree: Node, name: str) -> dict[str, Node]:
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
-def _count(key: str, node: Node) -> int:
-    """Parse an integer of at least 1. A comma after it is ignored."""
+def _count(section: str, keys: dict[str, Node], key: str, default: int) -> int:
+    """Parse an integer of at least 1; ``default`` if the key is missing or null. A comma after it is
+    ignored."""
+    node = keys.get(key)
+    if node is None or node.value is None:
+        return default
     # One of FleetX's files has such a comma.
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            "must be an integer of at least 1", key=key, value=plain_value(node), place=node.place
+            "must be an integer of at least 1",
+            key=f"{section}.{key}",
+            value=plain_value(node),
+            place=node.place,
         )
     return int(text)

@@ -68,14 +68,14 @@ def _off_while(keys: str, key: str, value: Any, consequence: str = "") -> Switch
     return _off(keys, why, lambda cfg: cfg.value_of(key) == value)
 
 
+def _off_unless(keys: str, key: str, value: Any) -> SwitchedOff:
+    """Make a rule that ``keys`` have no effect unless ``key`` has ``value``."""
+    return _off(keys, f"{key} is not {value}", lambda cfg: cfg.value_of(key) != value)
+
+
 def _others(section: str, of: type[Section], switch: str) -> str:
     """Return the text ``SECTION: KEY KEY ...`` with all keys of the section except ``switch``."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
-
-
-def _computes_in(cfg: RunConfig, dtype: str) -> bool:
-    precision = cfg.Engine.mix_precision
-    return precision.enable and precision.dtype == dtype
 
 
 def _resumes(cfg: RunConfig) -> bool:
@@ -145,17 +145,9 @@ SWITCHED_OFF = (
         "Optimizer.lr.decay_style = constant does not decay",
         lambda cfg: not _decays(cfg) and not cfg.Optimizer.lr.warmup_rate,
     ),
-    _off(
-        "Optimizer.lr.wsd_decay_style",
-        "Optimizer.lr.decay_style is not wsd",
-        lambda cfg: cfg.Optimizer.lr.decay_style != "wsd",
-    ),
+    _off_unless("Optimizer.lr.wsd_decay_style", "Optimizer.lr.decay_style", "wsd"),
     *(
-        _off(
-            f"Generation: {' '.join(keys)}",
-            f"Generation.decode_strategy is not {strategy}",
-            lambda cfg, strategy=strategy: cfg.Generation.decode_strategy != strategy,
-        )
+        _off_unless(f"Generation: {' '.join(keys)}", "Generation.decode_strategy", strategy)
         for strategy, keys in READ_BY.items()
     ),
     _off(
@@ -176,6 +168,11 @@ SWITCHED_OFF = (
     _off(
         "Model.fused_linear",
         "on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
+        lambda cfg: True,
+    ),
+    _off(
+        "Model.fuse_attn_qkv",
+        "the projections are always one weight, with the same results",
         lambda cfg: True,
     ),
     _off_while("Model: attn_post_norm_scale ffn_post_norm_scale", "Model.sandwich_norm", False),
@@ -212,16 +209,8 @@ SWITCHED_OFF = (
         "Model.module is not GPTEvalModule; ppfleetx eval evaluates on Data.Eval",
         lambda cfg: not cfg.Model.task.offline_evaluation,
     ),
-    _off(
-        "Offline_Eval: overlapping_eval detokenizer",
-        "Offline_Eval.cloze_eval is True",
-        lambda cfg: cfg.Model.task.offline_evaluation and cfg.Offline_Eval.cloze_eval,
-    ),
-    _off(
-        "Offline_Eval.cloze_strict",
-        "Offline_Eval.cloze_eval is False",
-        lambda cfg: cfg.Model.task.offline_evaluation and not cfg.Offline_Eval.cloze_eval,
-    ),
+    _off_while("Offline_Eval: overlapping_eval detokenizer", "Offline_Eval.cloze_eval", True),
+    _off_while("Offline_Eval.cloze_strict", "Offline_Eval.cloze_eval", False),
     _off_while(
         "Distributed.sharding: sharding_stage broadcast_overlap", "Distributed.sharding.sharding_degree", 1
     ),
@@ -250,20 +239,18 @@ SWITCHED_OFF = (
         False,
         ": the run computes in float32",
     ),
-    _off(
+    _off_while(
         f"{_PRECISION}: scale_loss use_dynamic_loss_scaling {_GROWTH}",
-        "Engine.mix_precision.dtype = bfloat16 needs no loss scale",
-        lambda cfg: _computes_in(cfg, "bfloat16"),
+        "Engine.mix_precision.dtype",
+        "bfloat16",
+        ", which needs no loss scale",
     ),
-    _off(
-        f"{_PRECISION}: {_GROWTH}",
-        "Engine.mix_precision.use_dynamic_loss_scaling is False",
-        lambda cfg: _computes_in(cfg, "float16") and not cfg.Engine.mix_precision.use_dynamic_loss_scaling,
-    ),
-    _off(
+    _off_while(f"{_PRECISION}: {_GROWTH}", "Engine.mix_precision.use_dynamic_loss_scaling", False),
+    _off_while(
         f"{_PRECISION}.main_grad_fp32",
-        "Engine.mix_precision.level = O1 keeps weights and gradients in float32",
-        lambda cfg: cfg.Engine.mix_precision.enable and cfg.Engine.mix_precision.level == "O1",
+        "Engine.mix_precision.level",
+        "O1",
+        ", which keeps weights and gradients in float32",
     ),
     _off(
         f"{_SAVE_LOAD}: load_optim load_rng reset_data lr_schedule",

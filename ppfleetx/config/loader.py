@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,20 @@ from ppfleetx.config.fleetx_keys import modernize, refuse_unsupported
 from ppfleetx.config.reading.overrides import Override, apply_overrides
 from ppfleetx.config.reading.parse import Sections, read_yaml
 from ppfleetx.config.reading.tree import Node, file_names, merge, node_of, strip_marks
-from ppfleetx.config.required_plugins import imported_plugins, refuse_unnamed
+from ppfleetx.config.registry import PLUGINS_VARIABLE, imported_plugins
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import find_config
 from ppfleetx.config.validate import validate
 
+CONFIG_FILE = "config.yaml"
 
-def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
-    """Read a configuration file, and merge it over the files in its ``_base_``.
-
-    Later base files win over earlier ones. Returns the merged tree, and warnings about old spellings.
-
-    Raises:
-        ConfigError: a file cannot be read, or the files form a circle.
-    """
-    if isinstance(path, Sections):
-        return _over_bases(node_of(path.values, path.place), (Path("config.yaml"),))
-    return _read(path, ())
+ConfigSource = str | Path | Sections
+"""A YAML file, the directory of one, the name of a shipped configuration, or nested sections."""
 
 
-def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path``, merged over its base files.
+def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node, tuple[str, ...]]:
+    """Read ``path``, merged over its base files. Returns the tree, and warnings about old spellings.
 
     Args:
         chain: the files whose ``_base_`` led to ``path``, in order.
@@ -47,7 +40,7 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree`` over the files in its ``_base_``.
+    """Merge ``tree`` over the files in its ``_base_``. Later base files win over earlier ones.
 
     Args:
         chain: the files being read; each is a base of the one before, and the last one holds ``tree``.
@@ -65,12 +58,6 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
         warnings = tuple(dict.fromkeys((*more, *warnings)))
         merged = base if merged is None else merge(merged, base)
     return (strip_marks(tree) if merged is None else merge(merged, tree)), warnings
-
-
-CONFIG_FILE = "config.yaml"
-
-ConfigSource = str | Path | Sections
-"""A YAML file, the directory of one, the name of a shipped configuration, or nested sections."""
 
 
 def load_config(
@@ -101,7 +88,7 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.
     """
-    cfg, origins = validate(tree, RunConfig)
+    cfg, origins = validate(tree)
     return resolve(cfg, origins, tuple(warnings), world_size)
 
 
@@ -116,23 +103,45 @@ def read_config(
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.
     """
-    if isinstance(path, str | Path):
-        path = find_config(path)
-        if os.path.isfile(path / CONFIG_FILE):  # noqa: PTH113 - a name no file can have is refused below
-            path = path / CONFIG_FILE
-    tree, warnings = read_with_bases(path)
-    _refuse_foreign(tree, frozenset(RunConfig.model_fields))
+    if isinstance(path, Sections):
+        tree, warnings = _over_bases(node_of(path.values, path.place), (Path(CONFIG_FILE),))
+    else:
+        file = find_config(path)
+        if os.path.isfile(file / CONFIG_FILE):  # noqa: PTH113 - a name no file can have is refused below
+            file = file / CONFIG_FILE
+        tree, warnings = _read(file)
+    _refuse_foreign(tree)
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
     refuse_unsupported(tree)
-    refuse_unnamed(tree)
-    cfg, origins = validate(tree, RunConfig)
+    _refuse_unnamed_plugins(tree)
+    cfg, origins = validate(tree)
     cfg = _with_plugins(cfg, origins)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
 
 
+def _refuse_unnamed_plugins(tree: Node) -> None:
+    """Raise ConfigError if ``Global.plugins`` lists a plugin that has not been imported."""
+    section = tree.value.get("Global")
+    wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
+    if wanted is None or not isinstance(wanted.value, list):
+        return
+    names = [item.value for item in wanted.value if isinstance(item.value, str)]
+    missing = [name for name in names if name not in imported_plugins and name not in sys.modules]
+    if missing:
+        raise ConfigError(
+            f"this configuration needs the plugin{'s' if len(missing) > 1 else ''} {', '.join(missing)}, "
+            "which runs code that is not part of this program. If you trust it, name it yourself: "
+            f"{' '.join(f'--plugin {name}' for name in missing)} (or "
+            f"{PLUGINS_VARIABLE}={','.join(missing)}). A file alone never makes code run.",
+            key="Global.plugins",
+            value=names,
+            place=wanted.place,
+        )
+
+
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
     """Return ``cfg`` with the plugins of the option ``--plugin`` added to ``Global.plugins``."""
-    plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
+    plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins)))
     if plugins == cfg.Global.plugins:
         return cfg
     origins["Global.plugins"] = "--plugin"
@@ -148,9 +157,9 @@ _ADVICE = (
 )
 
 
-def _refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
+def _refuse_foreign(tree: Node) -> None:
     """Raise ConfigError if ``tree`` has options of another toolkit, and no section of ppfleetx."""
-    if not sections.isdisjoint(tree.value):
+    if not tree.value.keys().isdisjoint(RunConfig.model_fields):
         return
     known = {key: ours for key in _all_keys(tree) if (ours := ppfleetx_key(key)) is not None}
     if len(known) < _ENOUGH:

@@ -1,6 +1,6 @@
-"""Parallel plans, and the single table of rules that a legal plan satisfies.
+"""Parallel plans, the table of rules that a legal plan satisfies, and the order of passes in a pipeline.
 
-Loading a configuration, the planner, the documentation and the test matrix all use this table.
+Loading a configuration, the planner, the documentation and the test matrix all use this one table.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, product
+from typing import Literal, NamedTuple
+
+from ppfleetx.config.field_types import RuleError
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
+
+PipelineSchedule = Literal["1f1b", "zb_h1"]
+Part = Literal["F", "B", "W"]
 
 _MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries: same options, any options
 _OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
@@ -78,7 +84,7 @@ class ParallelPlan:
     sequence_parallel: bool = False
     virtual_pp_degree: int = 1
     pp_layers: tuple[int, ...] | None = None
-    pp_schedule: str = "1f1b"
+    pp_schedule: PipelineSchedule = "1f1b"
     ep: int = 1
     expert_mp: int | None = None
 
@@ -289,33 +295,19 @@ LEGAL: tuple[PlanRule, ...] = (
         "the {num_groups} key/value heads must divide by sep_degree {sep} x mp_degree {mp}: attention "
         "exchanges sequence parts for heads",
     ),
-    PlanRule(
-        ("sep", "num_heads", "mp"),
-        lambda p, w: w.num_heads % (p.sep * p.mp) == 0,
-        "the {num_heads} attention heads must divide by sep_degree {sep} x mp_degree {mp}: attention "
-        "exchanges sequence parts for heads",
-    ),
 )
 """All conditions. Data parallelism and sharding can be combined with everything."""
 
 
-@dataclass(frozen=True)
-class Violation:
-    """A rule that a plan breaks, and its configuration keys, beginning with the most likely mistake."""
-
-    keys: tuple[str, ...]
-    sentence: str
-
-
-def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
-    """Return the rules in :data:`LEGAL` that ``plan`` breaks for the sizes in ``work``."""
+def violations(plan: ParallelPlan, work: Workload | None = None) -> list[RuleError]:
+    """Return an error for each rule in :data:`LEGAL` that ``plan`` breaks for the sizes in ``work``."""
     found, work = [], work or Workload()
     for rule in LEGAL:
         values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
         is_known = all(value is not None for key, value in values.items() if hasattr(work, key))
         if is_known and not rule.holds(plan, work):
             keys = tuple(CONFIG_KEYS[key] for key in rule.reads if key in CONFIG_KEYS)
-            found.append(Violation(keys, rule.sentence.format(**values)))
+            found.append(RuleError(keys, rule.sentence.format(**values)))
     return found
 
 
@@ -368,8 +360,8 @@ def _offloads(plan: ParallelPlan) -> bool:
     )
 
 
-def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Return a legal plan of ``world_size`` processes that is close to ``plan``, or None if none is found.
+def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan:
+    """Return a legal plan of ``world_size`` processes that is close to ``plan``.
 
     Plans that differ from ``plan`` only in degrees are preferred.
     """
@@ -377,15 +369,13 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
     same = (ParallelPlan(*degrees, **kept) for degrees in near if degrees[-1] == plan.sep)
     every = (option for degrees in near[:_MAX_VARIED] for option in _with_options(ParallelPlan(*degrees)))
-    # First plans with the same settings, then with others, then pure data parallelism.
+    # First plans with the same settings, then with others, then pure data parallelism, which is always legal.
     candidates = chain(
         (one for one in same if one.sharding > 1 or one.sharding_stage == 1),
         (one for one in every if not one.sharding_offload),
         [ParallelPlan(dp=world_size)],
     )
-    nearest = next((one for one in candidates if not violations(one, work)), None)
-    if nearest is None:
-        return None
+    nearest = next(one for one in candidates if not violations(one, work))
     nearest = _with_experts(nearest, plan, work)
     offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
     return offloading if plan.sharding_offload and not violations(offloading, work) else nearest
@@ -407,3 +397,44 @@ def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> fl
     """The weighted number of doublings or halvings from the degrees of ``plan`` to ``degrees``."""
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)
+
+
+class Pass(NamedTuple):
+    """One pass of a micro batch on a pipeline rank.
+
+    Attributes:
+        part: ``F`` for the forward pass, ``B`` for gradients of inputs, ``W`` for gradients of weights.
+    """
+
+    part: Part
+    micro: int
+
+
+def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
+    """List the passes of one step on pipeline rank ``stage``, in order.
+
+    In the schedule ``1f1b`` (Narayanan et al. 2021), ``B`` is the whole backward pass.
+    """
+    order = zero_bubble_order(stage, num_stages, micro_batches)
+    return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
+
+
+def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
+    """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1.
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
+    """
+    ahead = min(num_stages - 1 - stage, micro_batches)
+    order = [Pass("F", micro) for micro in range(ahead)]
+    waiting = 0
+    for micro in range(micro_batches):
+        if ahead + micro < micro_batches:
+            order.append(Pass("F", ahead + micro))
+        order.append(Pass("B", micro))
+        waiting += 1
+        # Weight gradients are computed ``stage`` micro batches later, so that the last ones fill the time at
+        # the end of the step in which ranks would wait.
+        if waiting > stage:
+            order.append(Pass("W", micro + 1 - waiting))
+            waiting -= 1
+    return order + [Pass("W", micro) for micro in range(micro_batches - waiting, micro_batches)]

@@ -312,10 +312,16 @@ SCHEDULES.register("constant", f"{_SCHEDULES}:constant", traits=ScheduleTraits(d
 SCHEDULES.register("inverse_square_root", f"{_SCHEDULES}:inverse_square_root")
 SCHEDULES.register("wsd", f"{_SCHEDULES}:wsd")
 
-_DATA = "ppfleetx.data.build"
-DATASETS.register("GPTDataset", f"{_DATA}:gpt_dataset", traits=DatasetTraits("corpus"))
-DATASETS.register("PromptResponseDataset", f"{_DATA}:prompt_response", traits=DatasetTraits("texts"))
-DATASETS.register("ChatDataset", f"{_DATA}:chats", traits=DatasetTraits("texts", options=("chat_template",)))
+_FINETUNING = "ppfleetx.data.tasks.finetuning"
+DATASETS.register("GPTDataset", "ppfleetx.data.build:gpt_dataset", traits=DatasetTraits("corpus"))
+DATASETS.register(
+    "PromptResponseDataset", f"{_FINETUNING}:PromptResponseDataset.of", traits=DatasetTraits("texts")
+)
+DATASETS.register(
+    "ChatDataset",
+    f"{_FINETUNING}:ChatDataset.of",
+    traits=DatasetTraits("texts", options=("chat_template",)),
+)
 for _task, _outputs in {
     "CoLA": 2,
     "SST2": 2,
@@ -327,7 +333,9 @@ for _task, _outputs in {
     "RTE": 2,
     "WNLI": 2,
 }.items():
-    DATASETS.register(_task, f"{_DATA}:glue", traits=DatasetTraits("texts", num_outputs=_outputs))
+    DATASETS.register(
+        _task, f"{_FINETUNING}:GlueDataset.of", traits=DatasetTraits("texts", num_outputs=_outputs)
+    )
 
 TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 

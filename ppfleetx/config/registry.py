@@ -22,6 +22,11 @@ TargetT = TypeVar("TargetT")
 TraitsT = TypeVar("TraitsT")
 PartT = TypeVar("PartT")
 
+PLUGINS_VARIABLE = "PPFLEETX_PLUGINS"
+imported_plugins: dict[str, None] = {}
+"""The plugins that the user has named and that have been imported, in the order in which the user gave them.
+Only the command line and the environment can name a plugin, because importing it runs its code."""
+
 
 @dataclass(frozen=True)
 class Entry(Generic[TraitsT]):

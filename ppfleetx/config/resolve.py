@@ -23,7 +23,7 @@ from ppfleetx.config.rules import (
     workload_of,
 )
 from ppfleetx.config.sections.data import MODES
-from ppfleetx.config.sections.root import RunConfig, plan_of
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import violation_error
 
 
@@ -66,14 +66,14 @@ def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefi
 
 
 def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[str, str]) -> RunConfig:
-    _refuse_too_many(plan_of(cfg), world_size)
+    _refuse_too_many(cfg.plan, world_size)
     if world_size is None:
         return cfg.changed("Distributed", dp_degree=cfg.Distributed.dp_degree or 1)
     if cfg.Distributed.dp_degree is None:
-        rest = plan_of(cfg).world_size
+        rest = cfg.plan.world_size
         if world_size % rest == 0:
             return cfg.changed("Distributed", dp_degree=world_size // rest)
-    plan = plan_of(cfg)
+    plan = cfg.plan
     if plan.world_size == world_size:
         return cfg
     near = nearest_plan(plan, world_size, workload_of(cfg))
@@ -89,12 +89,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
         f"mp {plan.mp} x pp {plan.pp} x sharding {plan.sharding} x sep {plan.sep} needs {needed}.",
         key="Distributed",
         place=origins.get("Distributed"),
-        hint=(
-            f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)})."
-            if near
-            else f"No plan fits {counted(world_size, 'process')}."
-        )
-        + more,
+        hint=f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)}).{more}",
     )
 
 
@@ -132,7 +127,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
         sizes.local_batch_size,
         micro,
         None if gives_way else steps,
-        data_size=plan_of(cfg).data_size,
+        data_size=cfg.plan.data_size,
         ramp=sizes.rampup_batch_size,
     )
     batch = replace(batch, lengths=_lengths(cfg))
@@ -209,12 +204,14 @@ def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
 
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _noop_layers(cfg)
-    plan, work = plan_of(cfg), workload_of(cfg, batch.accumulate_steps)
+    plan, work = cfg.plan, workload_of(cfg, batch.accumulate_steps)
     # Check each sequence length by itself, so that the message names the length that does not fit.
     for broken in (*violations(plan, replace(work, seq_len=None)), *length_violations(cfg, plan)):
-        near = nearest_plan(plan, plan.world_size, work) if plan.world_size > 1 else None
-        hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""
-        yield RuleError(broken.keys, broken.sentence + hint)
+        hint = ""
+        if plan.world_size > 1:
+            near = nearest_plan(plan, plan.world_size, work)
+            hint = f". The nearest legal plan for {plan.world_size}: {near}"
+        yield RuleError(broken.keys, broken.rule + hint)
     yield from position_violations(cfg)
     yield from _overlaps(cfg)
     yield from fused_violations(cfg)

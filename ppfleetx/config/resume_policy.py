@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ppfleetx.config.field_annotations import field_types, section_in
+from ppfleetx.config.field_annotations import all_keys, annotation_at, field_types, section_in
 from ppfleetx.config.field_types import Section
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -182,14 +182,10 @@ def keys_of(effect: Effect) -> list[str]:
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
-def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all keys below ``section`` that hold a value rather than a section."""
-    for name, annotation in field_types(section).items():
-        inner = section_in(annotation)
-        if inner is None:
-            yield prefix + name
-        else:
-            yield from leaf_keys(inner, f"{prefix}{name}.")
+def leaf_keys() -> list[str]:
+    """List the dotted names of all keys of a configuration that hold a value rather than a section."""
+    keys = all_keys(RunConfig)
+    return [key for key in keys if section_in(annotation_at(RunConfig, key.split("."))) is None]
 
 
 def network(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import RuleError
-from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
+from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, Workload, violations
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, parts_out
 from ppfleetx.config.sections.data import GLUE_OUTPUTS, MODES, DatasetConfig
@@ -159,14 +159,14 @@ def expert_message_bytes(cfg: RunConfig) -> float:
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
 
 
-def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
-    """Yield each rule that ``plan`` breaks because of a sequence length of the run."""
+def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[RuleError]:
+    """Yield an error for each rule that ``plan`` breaks because of a sequence length of the run."""
     written_as = CONFIG_KEYS["seq_len"]
     for key, length in used_lengths(cfg).items():
         for broken in violations(plan, Workload(seq_len=length)):
             if written_as in broken.keys:
                 keys = tuple(key if name == written_as else name for name in broken.keys)
-                yield Violation(keys, broken.sentence)
+                yield RuleError(keys, broken.rule)
 
 
 def position_violations(cfg: RunConfig) -> Iterator[RuleError]:

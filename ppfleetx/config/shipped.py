@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
@@ -63,15 +65,9 @@ def find_config(given: str | Path) -> Path:
 
 def purpose(path: Path) -> str:
     """The first sentence of a shipped file's opening comment, which says what the configuration is for."""
-    lines = []
-    for line in path.read_text("utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# "))
-    text = " ".join(lines)
-    for end in (". ", "; ", ".  "):
-        text = text.split(end)[0]
-    return text.rstrip(".")
+    comment = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+    text = " ".join(line.lstrip("# ") for line in comment)
+    return re.split("[.;] ", text)[0].rstrip(".")
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:

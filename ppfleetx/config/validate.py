@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
+from ppfleetx.config.errors import ConfigError, shown, shown_key
 from ppfleetx.config.field_annotations import (
     annotation_at,
     describe,
     field_types,
-    is_mapping,
     is_text_only,
     item_type,
     key_type,
@@ -20,7 +19,7 @@ from ppfleetx.config.field_annotations import (
     section_in,
 )
 from ppfleetx.config.field_types import MAX_COUNT, RuleError, Section
-from ppfleetx.config.reading.tree import Node, is_index
+from ppfleetx.config.reading.tree import Node, value_at
 from ppfleetx.config.sections.root import RunConfig
 
 _MAX_ERRORS = 8
@@ -28,19 +27,19 @@ _MAX_ERRORS = 8
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
+def validate(tree: Node) -> tuple[RunConfig, dict[str, str]]:
     """Build the typed configuration from ``tree``. Also returns where every value was written, by dotted key.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
     origins: dict[str, str] = {}
-    plain = _to_plain(tree, root, "", origins)
+    plain = _to_plain(tree, RunConfig, "", origins)
     try:
-        return root.model_validate(plain), origins
+        return RunConfig.model_validate(plain), origins
     except ValidationError as error:
         # For a key that is missing at the top level, name the file.
-        raise _config_error(error, plain, root, {"": tree.place, **origins}) from None
+        raise _config_error(error, plain, RunConfig, {"": tree.place, **origins}) from None
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
@@ -66,11 +65,11 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
     keys = [f"{prefix}.{key}" if prefix else key for key in violation.keys]
     written = [key for key in keys if key in origins] or keys[:1]
     key, others = written[0], written[1:]
-    also = [f"{other} = {shown(_value_at(values, other))} ({origins[other]})" for other in others]
+    also = [f"{other} = {shown(value_at(values, other.split('.')))} ({origins[other]})" for other in others]
     return {
         "rule": violation.rule,
         "key": key,
-        "value": _value_at(values, key),
+        "value": value_at(values, key.split(".")),
         "place": _place_of(key, origins) or ("default" if origins else None),
         "hint": f"[with {', '.join(also)}]" if also else None,
     }
@@ -167,7 +166,7 @@ def _one_error(
         rule += f" {cause}"
     if detail.get("ctx", {}).get("le") == MAX_COUNT:
         rule += ", and at most 2^63 - 1"
-    return {**said, "rule": rule, "value": _value_at(plain, key)}
+    return {**said, "rule": rule, "value": value_at(plain, path)}
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
@@ -182,21 +181,10 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
                 continue
             section, annotation = inner, field_types(inner).get(part)
             path.append(part)
-        elif is_mapping(annotation) or (item is not None and isinstance(part, int)):
+        elif key_type(annotation) is not None or (item is not None and isinstance(part, int)):
             annotation = item
             path.append(str(part))
     return section, annotation, path
-
-
-def _value_at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, (list, tuple)) and is_index(part) and int(part) < len(values):
-            values = values[int(part)]
-        else:
-            return UNSET
-    return values
 
 
 def _place_of(key: str, origins: dict[str, str]) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -22,25 +21,9 @@ _HEAD = f"""\
 # Engine.save_load.resume is auto, so this command continues the run:
 #   ppfleetx train -c THIS_FILE
 """
-_PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class _Placeholder:
-    """Marks the position of a derived value until a comment replaces it in the YAML text."""
-
-    number: int
-
-
-class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that can also write the placeholders of derived values."""
-
-
-def _represent(dumper: yaml.SafeDumper, one: _Placeholder) -> yaml.Node:
-    return dumper.represent_scalar("!derived", str(one.number))
-
-
-_Dumper.add_representer(_Placeholder, _represent)
+# The text that marks the position of a derived value until a comment replaces it.
+_PLACEHOLDER = "!derived {}"
+_PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): '!derived (\d+)'$", re.MULTILINE)
 
 
 def run_record(cfg: RunConfig) -> str:
@@ -57,7 +40,7 @@ def dump_config(cfg: RunConfig) -> str:
     """
     derived: list[Any] = []
     tree = _tree(cfg, "", cfg, derived)
-    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
     return _PLACEHOLDER_LINE.sub(lambda line: _comment(line, derived), text)
 
 
@@ -89,7 +72,7 @@ def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any] | No
             del plain[name]
         elif key in cfg.derived:
             derived.append(plain[name])
-            plain[name] = _Placeholder(len(derived) - 1)
+            plain[name] = _PLACEHOLDER.format(len(derived) - 1)
     return plain
 
 

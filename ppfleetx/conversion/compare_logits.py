@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -47,11 +45,6 @@ class Probe:
         float32."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
-
-
-def own_transformers() -> str | None:
-    """Return the path of this Python interpreter if it has `torch` and `transformers`, or None."""
-    return sys.executable if find_spec("torch") and find_spec("transformers") else None
 
 
 def our_logits(

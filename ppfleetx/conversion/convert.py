@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.conversion.compare_logits import (
-    Probe,
-    difference,
-    our_logits,
-    own_transformers,
-    transformers_logits,
-)
+from ppfleetx.conversion.compare_logits import Probe, difference, our_logits, transformers_logits
 from ppfleetx.conversion.fleetx import read_fleetx
 from ppfleetx.conversion.gguf import QUANTIZED, SUFFIX, extract_tokenizer, is_gguf, read_gguf, write_gguf
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
@@ -87,32 +83,28 @@ def _write(job: Conversion, weights: Weights) -> Path:
     model = model_of(weights, job.model)
     for note in weights.notes:
         get_logger().warning(f"{job.input}: {note}")
+    if job.target != "ppfleetx":
+        _refuse_finetuned(job, weights, model)
+    tensors = fitted(weights, model)
     if job.target == "ppfleetx":
-        return write_ppfleetx(weights, fitted(weights, model), model, job.output)
-    _refuse_finetuned(job, weights, model)
+        return write_ppfleetx(weights, tensors, model, job.output)
     tokenizer = None if weights.tokenizer_dir is None else load_tokenizer(weights.tokenizer_dir)
-    if job.target == "gguf":
-        if tokenizer is None:
-            raise CheckpointError(
-                f"a GGUF file needs a tokenizer, and {weights.place} has none; give --tokenizer DIR"
-            )
-        write_gguf(
-            fitted(weights, model),
+    if job.target == "hf":
+        write_hf(
+            tensors,
             model,
             job.output,
-            tokenizer=tokenizer,
-            dtype=job.dtype if job.dtype in QUANTIZED else None,
             source=weights.source,
+            tokenizer_dir=weights.tokenizer_dir,
+            token_ids=_token_ids(tokenizer),
         )
         return job.output
-    write_hf(
-        fitted(weights, model),
-        model,
-        job.output,
-        source=weights.source,
-        tokenizer_dir=weights.tokenizer_dir,
-        token_ids=_token_ids(tokenizer),
-    )
+    if tokenizer is None:
+        raise CheckpointError(
+            f"a GGUF file needs a tokenizer, and {weights.place} has none; give --tokenizer DIR"
+        )
+    dtype = job.dtype if job.dtype in QUANTIZED else None
+    write_gguf(tensors, model, job.output, tokenizer=tokenizer, dtype=dtype, source=weights.source)
     return job.output
 
 
@@ -238,13 +230,13 @@ def _python_with_transformers(given: str | None, directory: Path) -> str | None:
                 f"transformers does not read {directory}, which PaddleNLP or PaddleFormers wrote"
             )
         return None
-    python = given or own_transformers()
-    if python is None:
-        get_logger().info(
-            f"transformers is not installed here: {directory} is checked with our own network alone "
-            "(--transformers PYTHON names an interpreter that has it)"
-        )
-    return python
+    if given is not None or (find_spec("torch") and find_spec("transformers")):
+        return given or sys.executable
+    get_logger().info(
+        f"transformers is not installed here: {directory} is checked with our own network alone "
+        "(--transformers PYTHON names an interpreter that has it)"
+    )
+    return None
 
 
 def _check(job: Conversion) -> None:

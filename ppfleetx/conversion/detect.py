@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
@@ -28,6 +29,7 @@ from ppfleetx.conversion.megatron import MODEL_FILES as MEGATRON_FILES
 from ppfleetx.conversion.megatron import TRACKER
 from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
 
+_CONFIGS = (CONFIG, PADDLE_CONFIG)
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
 _WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
 HUB = "hf:"
@@ -49,10 +51,11 @@ _SUFFIXES = {
 
 def is_hugging_face(path: Path) -> bool:
     """Return whether ``path`` is a model directory of Hugging Face or PaddleNLP."""
-    if not path.is_dir() or _is_ours(path):
-        return False
-    has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
-    return has_config and any((path / name).is_file() for name in _WEIGHTS)
+    return path.is_dir() and not _is_ours(path) and _has(path, _CONFIGS) and _has(path, _WEIGHTS)
+
+
+def _has(directory: Path, names: Iterable[str]) -> bool:
+    return any((directory / name).is_file() for name in names)
 
 
 def described(path: Path) -> str | None:
@@ -105,8 +108,8 @@ def _file(path: Path) -> str | None:
         return _part(path, _megatron(directory.parent) or _megatron(directory))
     if path.suffix == ".distcp":
         return _part(path, _megatron(directory) or _distributed(directory))
-    if _WEIGHT_FILE.fullmatch(name) or name in (CONFIG, PADDLE_CONFIG):
-        if (directory / CONFIG).exists() or (directory / PADDLE_CONFIG).exists():
+    if _WEIGHT_FILE.fullmatch(name) or name in _CONFIGS:
+        if _has(directory, _CONFIGS):
             return _part(path, _hugging_face(directory))
         return (
             f"{path} holds only tensors, and nothing describes their network. With the model's {CONFIG} "
@@ -128,13 +131,7 @@ def _part(path: Path, whole: str | None) -> str | None:
 def _megatron(path: Path) -> str | None:
     iterations = [child for child in path.glob("*") if _ITERATION.fullmatch(child.name) and child.is_dir()]
     places = [path, *iterations]
-    is_classic = any(
-        (rank / name).is_file()
-        for place in places
-        for rank in (place, *place.glob("mp_rank_*"))
-        for name in MEGATRON_FILES
-    )
-    if is_classic:
+    if any(_has(rank, MEGATRON_FILES) for place in places for rank in (place, *place.glob("mp_rank_*"))):
         return _convert(path, "megatron", "a checkpoint of Megatron-LM")
     is_numbered = any(child.name.startswith("iter_") for child in iterations)
     if is_numbered or (path / TRACKER).is_file() or (path / "common.pt").is_file():
@@ -170,16 +167,15 @@ def _hugging_face(path: Path) -> str | None:
             f"{path} holds tensor-parallel parts of PaddleNLP ({parts[0].name}, ...), which are not read. "
             "Merge them with PaddleNLP, and convert the whole model: ppfleetx convert --from hf"
         )
-    has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
-    if (path / "adapter_config.json").is_file() and not has_config:
-        return f"{path} holds adapters of PEFT and no model. Merge them with their model and convert that"
-    has_weights = any((path / name).is_file() for name in _WEIGHTS)
-    if has_weights and not has_config:
-        return (
-            f"{path} holds weights and no {CONFIG}, which would describe their network. With "
-            "it, the directory can be converted: ppfleetx convert --from hf"
-        )
-    if not has_config or not has_weights:
+    if not _has(path, _CONFIGS):
+        if (path / "adapter_config.json").is_file():
+            return f"{path} holds adapters of PEFT and no model. Merge them with their model and convert that"
+        if _has(path, _WEIGHTS):
+            return (
+                f"{path} holds weights and no {CONFIG}, which would describe their network. With "
+                "it, the directory can be converted: ppfleetx convert --from hf"
+            )
+    if not is_hugging_face(path):
         return None
     try:
         config = read_hf_config(path)
@@ -196,6 +192,6 @@ def _other(path: Path) -> str | None:
         found = next((child for child in sorted((path / "snapshots").glob("*")) if child.is_dir()), None)
         inner = None if found is None else _hugging_face(found)
         return None if inner is None else f"{path} is Hugging Face's cache of a model: {inner}"
-    if any((place / "model.pdiparams").is_file() for place in (path, path / "rank_0")):
+    if _has(path, ("model.pdiparams", "rank_0/model.pdiparams")):
         return f"{path} is an exported program. It is run by ppfleetx infer (Inference.model_dir)"
     return None

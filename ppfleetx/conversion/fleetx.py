@@ -33,13 +33,14 @@ _IN_LAYER = {
     "linear1": "mlp.fc1",
     "linear2": "mlp.fc2",
 }
-_EMBEDDING = re.compile(r"(?:.*\.)?(?:embeddings|shared_layers\.embed)\.(word|position)_embeddings\.weight")
+# Chunks of an interleaved pipeline call the shared embedding N.embed.
+_EMBEDDING = re.compile(
+    r"(?:(?:.*\.)?(?:embeddings|shared_layers\.embed)|\d+\.embed)\.(word|position)_embeddings\.weight"
+)
 _IN_STACK = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FINAL_NORM = re.compile(r"decoder\.norm\.(weight|bias)")
-_IN_PIPELINE = re.compile(r"(\d+)\.(.+)\.(weight|bias)")
-_IN_CHUNK = re.compile(r"(\d+)\.(\d+)\.(.+)\.(weight|bias)")
-# Chunks of an interleaved pipeline have the shared embedding under this name, too.
-_CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
+# A chunk of an interleaved pipeline has two numbers: its start, and the position in it.
+_IN_PIPELINE = re.compile(r"(\d+)\.(?:(\d+)\.)?(.+)\.(weight|bias)")
 
 
 def is_fleetx(path: Path) -> bool:
@@ -127,16 +128,16 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyT
 def canonical_name(name: str) -> str | None:
     """Convert a FleetX parameter's name to ppfleetx's; None if FleetX's GPT has no such parameter."""
     bare = _unwrapped(name)
-    if match := _EMBEDDING.fullmatch(bare) or _CHUNK_EMBEDDING.fullmatch(bare):
+    if match := _EMBEDDING.fullmatch(bare):
         return f"embedding.{match[1]}_embeddings.weight"
     if match := _FINAL_NORM.fullmatch(bare):
         return f"decoder.final_norm.{match[1]}"
     if match := _IN_STACK.fullmatch(bare):
         return _in_layer(int(match[1]), match[2], match[3])
-    if match := _IN_CHUNK.fullmatch(bare):
-        return _in_pipeline(int(match[1]) + int(match[2]), match[3], match[4])
     if match := _IN_PIPELINE.fullmatch(bare):
-        return _in_pipeline(int(match[1]), match[2], match[3])
+        if match[3] == "norm":
+            return f"decoder.final_norm.{match[4]}"
+        return _in_layer(int(match[1]) + int(match[2] or 0) - 1, match[3], match[4])
     return None
 
 
@@ -145,10 +146,6 @@ def _unwrapped(name: str) -> str:
         for wrapper in _WRAPPERS:
             name = name.removeprefix(wrapper)
     return name
-
-
-def _in_pipeline(position: int, part: str, kind: str) -> str | None:
-    return f"decoder.final_norm.{kind}" if part == "norm" else _in_layer(position - 1, part, kind)
 
 
 def _in_layer(index: int, part: str, kind: str) -> str | None:
@@ -163,26 +160,19 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
             f"{path} has separate q, k and v (fuse_attn_qkv: False) and does not say the number of heads; "
             "convert it with ppfleetx convert --from fleetx --config YAML"
         )
-    heads = model.num_attention_heads
-    result = {}
-    for name, tensor in tensors.items():
-        head, _, kind = name.rpartition(".")
-        if not head.endswith((".attention.q", ".attention.k", ".attention.v")):
-            result[name] = tensor
-        elif head.endswith(".attention.q"):
-            stem = head.removesuffix(".q")
-            parts = [tensors.get(f"{stem}.{part}.{kind}") for part in "qkv"]
-            ours = f"{stem}.qkv.{kind}"
-            if any(part is None or part.shape != tensor.shape for part in parts):
-                raise CheckpointError(
-                    f"{path}: q, k and v of {stem} are not all there, or have different shapes"
-                )
-            if not tensor.shape or tensor.shape[-1] % heads:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads do not "
-                    "divide (num_attention_heads)"
-                )
-            declared = qkv_parts(1, tensor.shape[-1] // heads)
-            shape = (*tensor.shape[:-1], 3 * tensor.shape[-1])
-            result[ours] = derive(parts, shape, partial(join_parts, declared), ours)
+    result = dict(tensors)
+    for name in tensors:
+        if not (match := re.fullmatch(r"(.+\.attention\.)q(\.\w+)", name)):
+            continue
+        parts = [result.pop(f"{match[1]}{part}{match[2]}", None) for part in "qkv"]
+        shapes = [None if part is None else part.shape for part in parts]
+        if len(set(shapes)) > 1 or not shapes[0] or shapes[0][-1] % model.num_attention_heads:
+            raise CheckpointError(
+                f"{path}: q, k and v of {name} have the shapes {shapes}; all must be there, alike, and "
+                f"divide by num_attention_heads = {model.num_attention_heads}"
+            )
+        *rows, columns = shapes[0]
+        join = partial(join_parts, qkv_parts(1, columns // model.num_attention_heads))
+        ours = f"{match[1]}qkv{match[2]}"
+        result[ours] = derive(parts, (*rows, 3 * columns), join, ours)
     return result

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast, derive
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.resume_policy import network
@@ -29,8 +29,8 @@ from ppfleetx.conversion.gguf_config import (
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
 from ppfleetx.conversion.huggingface.config_export import differences, hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
+from ppfleetx.conversion.huggingface.directory import as_weights
 from ppfleetx.conversion.huggingface.families import FAMILIES
-from ppfleetx.conversion.huggingface.generation_config import generation_defaults
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.json_files import write_files
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -67,9 +67,8 @@ def read_gguf(path: str | Path) -> Weights:
     path = Path(path)
     metadata, tensors = _opened(path)
     factors = {name: tensors.pop(name).read() for name in ROPE_FACTORS if name in tensors}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
-        config = config_of(metadata, shapes, factors)
+        config = config_of(metadata, {name: tensor.shape for name, tensor in tensors.items()}, factors)
         keys = model_keys(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -77,36 +76,15 @@ def read_gguf(path: str | Path) -> Weights:
     names = _name_converter(config)
     ours = {}
     for rule in rules(config):
-        parts = []
-        for theirs, shape in zip(rule.theirs, rule.shapes, strict=True):
-            name = names(theirs)
-            wanted = shape[::-1] if _is_transposed(theirs, config) else shape
-            if name not in tensors:
-                raise CheckpointError(f"{path} lacks the tensor {name}")
-            if shapes[name] != wanted:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(shapes[name])}, its metadata ask for {list(wanted)}"
-                )
-            parts.append(_in_hf_layout(tensors.pop(name), theirs, shape, config))
-        ours[rule.ours] = derive(parts, rule.shape, rule.join, rule.ours)
+        if missing := [name for name in map(names, rule.theirs) if name not in tensors]:
+            raise CheckpointError(f"{path} lacks the tensor {missing[0]}")
+        parts = [_in_hf_layout(tensors.pop(names(theirs)), theirs, config) for theirs in rule.theirs]
+        ours[rule.ours] = rule.joined(parts, path)
     if tensors:
         raise CheckpointError(
             f"{path} holds tensors that this network does not have: {', '.join(sorted(tensors)[:4])}"
         )
-    own = generation_config_of(metadata, config)
-    generation, notes = generation_defaults(own, config)
-    source: dict[str, Any] = {"format": "hf", "config": config}
-    if own is not None:
-        source["generation_config"] = own
-    return Weights(
-        str(path),
-        ours,
-        model=keys,
-        vocab_size=keys["vocab_size"],
-        source=source,
-        generation=generation,
-        notes=tuple(notes),
-    )
+    return as_weights(path, ours, keys, config, generation_config_of(metadata, config))
 
 
 def extract_tokenizer(path: str | Path, directory: Path) -> Path:
@@ -194,9 +172,8 @@ def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
     return config["model_type"] == "gpt2" and ".h." in name
 
 
-def _in_hf_layout(
-    stored: LazyTensor, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
-) -> LazyTensor:
+def _in_hf_layout(stored: LazyTensor, name: str, config: Mapping[str, Any]) -> LazyTensor:
+    shape = stored.shape[::-1] if _is_transposed(name, config) else stored.shape
     if len(shape) == 1:
         stored = stored.cast("F32")  # numbers are added to norms
     return LazyTensor(stored.dtype, shape, lambda: _reshaped(stored.read(), name, config, to_file=False))
@@ -266,18 +243,21 @@ def write_gguf(
     metadata = metadata_of(config, row, model)
     _check_same(model, metadata, theirs, factors)
     types = {name: kinds[_stored_type(name, tensor, dtype)] for name, tensor in theirs.items()}
-    kind = dtype or next(iter(theirs.values())).dtype
+    kind = (dtype or next(iter(theirs.values())).dtype).upper()
     metadata |= {
         "general.type": "model",
         "general.name": path.stem,
-        "general.file_type": int(library.LlamaFileType[_FILE_TYPES[kind]]),
+        "general.file_type": int(library.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"]),
         "general.quantization_version": library.GGML_QUANT_VERSION,
         **tokenizer_metadata(tokenizer, model.vocab_size),
     }
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         writer = library.GGUFWriter(Path(scratch) / path.name, row.name)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add |= {str: writer.add_string, list: writer.add_array}
         for key, value in metadata.items():
-            _add(writer, key, value)
+            if key != "general.architecture":  # the writer adds this key
+                add[type(value)](key, value)
         for name, tensor in theirs.items():
             block, size = library.GGML_QUANT_SIZES[types[name]]
             num_bytes = int(np.prod(tensor.shape)) // block * size
@@ -291,16 +271,6 @@ def write_gguf(
                 writer.write_tensor_data(library.quants.quantize(values, types[name]))
         writer.close()
         (Path(scratch) / path.name).replace(path)
-
-
-_FILE_TYPES = {
-    "F32": "ALL_F32",
-    "F16": "MOSTLY_F16",
-    "BF16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-    "q4_1": "MOSTLY_Q4_1",
-}
 
 
 def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[str, Any]) -> LazyTensor:
@@ -341,18 +311,3 @@ def _check_same(
         found = [str(error)]
     if reasons := ", ".join(found):
         raise CheckpointError(f"this network cannot be written as GGUF: {reasons}")
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if key == "general.architecture":
-        return  # the writer adds this key
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)

@@ -100,7 +100,12 @@ class _Download:
             self._utils.disable_progress_bars()
         info = None if self.is_offline else self._info()
         if info is None:
-            return self._cached()
+            config = self._held(CONFIG, self.name.revision)
+            if config is None:
+                raise CheckpointError(
+                    f"{self.name} is not in {self.cache}, and HF_HUB_OFFLINE forbids downloads"
+                )
+            return config.parent
         files = {one.rfilename: one for one in info.siblings or ()}
         if CONFIG not in files:
             raise CheckpointError(f"{self.name} has no {CONFIG}: transformers cannot load it")
@@ -173,12 +178,6 @@ class _Download:
             )
         return path
 
-    def _cached(self) -> Path:
-        config = self._held(CONFIG, self.name.revision)
-        if config is None:
-            raise CheckpointError(f"{self.name} is not in {self.cache}, and HF_HUB_OFFLINE forbids downloads")
-        return config.parent
-
     def _held(self, name: str, revision: str) -> Path | None:
         found = self._hub.try_to_load_from_cache(
             self.name.repo, name, cache_dir=self.cache, revision=revision
@@ -205,24 +204,16 @@ class _Download:
             raise CheckpointError(
                 f"{self.name.repo} has no revision {self.name.revision}; see {page}"
             ) from error
-        except errors.LocalEntryNotFoundError as error:  # no connection, and not in the cache
-            raise _UnreachableError(
-                f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
-            ) from error
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            if status in (401, 403):
-                raise CheckpointError(
-                    f"{self.endpoint} does not give {what} to this user (HTTP {status}). Look at {page}, and "
-                    f"{login}"
-                ) from error
-            raise _UnreachableError(
-                f"{self.endpoint} answered HTTP {status} when asked for {what}"
-            ) from error
         except (errors.HTTPError, OSError) as error:
-            raise _UnreachableError(
-                f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
-            ) from error
+            response = getattr(error, "response", None)  # None: no connection
+            if response is None:
+                raise _UnreachableError(
+                    f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
+                ) from error
+            answer = f"{self.endpoint} answered HTTP {response.status_code} when asked for {what}"
+            if response.status_code in (401, 403):
+                raise CheckpointError(f"{answer}. Look at {page}, and {login}") from error
+            raise _UnreachableError(answer) from error
 
 
 class _UnreachableError(CheckpointError):

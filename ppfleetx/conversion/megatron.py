@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,17 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.reading.tree import nested
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.conversion.huggingface.tensor_mapping import expert_loads
 from ppfleetx.conversion.join_parameters import check_complete, join_parts, joined, ranks_of_stage
-from ppfleetx.conversion.megatron_experts import (
-    expert_name,
-    moe_section,
-    params_of_expert_rank,
-    split_experts,
-    stacked,
-)
 from ppfleetx.conversion.safe_unpickler import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
+from ppfleetx.dialects.megatron.dialect import ALL_KEYS
+from ppfleetx.dialects.megatron.expert_rules import experts
+from ppfleetx.dialects.translation import Translation, take
+from ppfleetx.dialects.user_options import UserOption
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -105,13 +104,13 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         for ep, grid in enumerate(grids):
             parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
             ranks = [
-                _canonical(dict(split_experts(part, model, len(grids))), start, file, model, version)
+                _canonical(dict(_split_experts(part, model, len(grids))), start, file, model, version)
                 for file, part in parts.items()
             ]
-            tensors |= params_of_expert_rank(joined(ranks, directory), ep, len(grids), model)
+            tensors |= _params_of_expert_rank(joined(ranks, directory), ep, len(grids), model)
         names = next(iter(parts.values()))
         start += len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
-    tensors = stacked(tensors, model, directory) | expert_loads(model)
+    tensors = _stacked(tensors, model, directory) | expert_loads(model)
     if model.tie_word_embeddings:  # the last pipeline stage has a copy
         tensors.pop("head.weight", None)
     return Weights(
@@ -178,9 +177,7 @@ def _grids(
         if ep not in grids:
             raise CheckpointError(f"{directory} lacks expert rank {ep} of {ep_degree}")
         check_complete(grids[ep], directory)
-    if len(grids) > ep_degree or len({frozenset(grid) for grid in grids.values()}) > 1:
-        raise CheckpointError(f"{directory} does not fit its option expert_model_parallel_size {ep_degree}")
-    return [grids[ep] for ep in sorted(grids)]
+    return [grids[ep] for ep in range(ep_degree)]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -241,7 +238,7 @@ def _canonical_name(name: str, start: int) -> str | None:
     bare = re.sub(r"\.router\.expert_bias$", ".router.bias", bare)
     bare = re.sub(r"\.shared_experts\.gate_weight$", ".shared_experts.gate.weight", bare)
     in_layer = re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", bare)
-    if in_layer is not None and (of_expert := expert_name(in_layer[2])) is not None:
+    if in_layer is not None and (of_expert := _expert_name(in_layer[2])) is not None:
         return f"decoder.layers.{start + int(in_layer[1])}.{of_expert}"
     match = _LAYER.fullmatch(bare)
     if match is None or match[2] not in _IN_LAYER:
@@ -334,7 +331,7 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights", False),
         "add_bias_linear": get("add_bias_linear", True),
         "add_qkv_bias": True if get("add_qkv_bias") else None,
-        "moe": moe_section(arguments, str(directory)),
+        "moe": _moe_section(arguments, str(directory)),
     }
     given = {key: value for key, value in keys.items() if value is not None}
     return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given
@@ -360,3 +357,126 @@ def _activation(get: Any) -> str:
     # Megatron's fused bias and GeLU uses the tanh approximation; unfused, GeLU is exact.
     tanh = get("bias_gelu_fusion") or get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"
+
+
+# ---- mixtures of experts: each expert-parallel rank has a file with its experts, numbered from 0
+
+_MOE = "Model.moe."
+_OF_EXPERTS = (
+    "num_experts", "num_layers", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob", "seq_aux",
+    "routed_scaling_factor",
+)  # fmt: skip
+_REFUSED_OF_EXPERTS = ("moe_apply_probs_on_input", "moe_latent_size", "moe_tp_extend_ep")
+# The matrix of expert N is called local_experts.N.linear_fc1.weight, or linear_fc1.weightN with Transformer
+# Engine. In older versions, one tensor contains the matrices of all experts.
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<layer>\d+)\.)?linear_(?P<linear>fc[12])\."
+    r"(?P<kind>weight|bias)(?P<grouped>\d*)"
+)
+_ALL_TOGETHER = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
+_OUR_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.+)")
+
+
+def _moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | None:
+    """Convert Megatron's options to the ``Model.moe`` section; None if the network has no experts. Raises
+    UserError if an option is not supported."""
+    run = Translation("Megatron", place)
+    for name, value in arguments.items():
+        if name in _OF_EXPERTS or name.startswith("moe_"):
+            run.given[name] = one = UserOption(name, value, place)
+            key = ALL_KEYS.find(name)
+            if key is not None and key.convert is not None and value is not None:
+                take(one, key, run)
+    experts(run)
+    found = nested(
+        (key.removeprefix(_MOE), native.value) for key, native in run.native.items() if key.startswith(_MOE)
+    )
+    if not found:
+        return None
+    refused = [name for name in _REFUSED_OF_EXPERTS if arguments.get(name)]
+    sliced, tensor = "expert_tensor_parallel_size", arguments.get("tensor_model_parallel_size") or 1
+    if (arguments.get(sliced) or tensor) != tensor:  # experts must be sliced like attention
+        refused.append(sliced)
+    for name in refused:
+        raise CheckpointError(
+            f"{place}: Megatron's option {name} = {shown(arguments[name])} is not supported"
+        )
+    return found
+
+
+def _split_experts(
+    chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield a file's tensors. A tensor that contains several experts is split into one tensor per expert.
+    ``ep`` is the expert-parallel degree."""
+    for name, tensor in chunk.items():
+        match = _ALL_TOGETHER.fullmatch(name)
+        if match is None or model.moe is None:
+            yield name, tensor
+            continue
+        count, hidden = model.moe.num_experts // ep, model.hidden_size
+        size = int(np.prod(tensor.shape)) // (count * hidden)
+        if tensor.shape != ((hidden, count * size) if match[2] == "1" else (count * size, hidden)):
+            raise CheckpointError(
+                f"{name} has shape {list(tensor.shape)}, which does not fit {count} experts"
+            )
+        inner = (hidden, size) if match[2] == "1" else (size, hidden)
+        for number in range(count):
+            ours = f"{match[1]}local_experts.{number}.linear_fc{match[2]}.weight"
+            yield ours, derive([tensor], inner[::-1], partial(_matrix, (count, *inner), number), name)
+
+
+def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarray:
+    return array.reshape(shape)[number].T
+
+
+def _expert_name(in_layer: str) -> str | None:
+    """Convert Megatron's name of an expert's parameter to ours; None for other parameters. Both names lack
+    the prefix of the layer. The expert keeps the number that it has in the file."""
+    match = _EXPERT.fullmatch(in_layer)
+    if match is None or bool(match["layer"]) == bool(match["grouped"]):
+        return None
+    return f"mlp.experts.{match['layer'] or match['grouped']}.{match['linear']}.{match['kind']}"
+
+
+def _params_of_expert_rank(
+    tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
+) -> dict[str, LazyTensor]:
+    """Return the parameters to take from the file of one expert-parallel rank: its experts, renumbered as in
+    the whole layer. From the file of rank 0, all other parameters are taken as well.
+
+    Args:
+        ep: the expert-parallel degree.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        match = _OUR_EXPERT.fullmatch(name)
+        if match is not None:
+            assert model.moe is not None
+            number = int(match[2]) + rank * (model.moe.num_experts // ep)
+            found[f"{match[1]}{number}.{match[3]}"] = tensor
+        elif rank == 0:
+            found[name] = tensor
+    return found
+
+
+def _stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
+    """Stack the matrices of each layer's experts into tensors whose first dimension is the expert. Raises
+    CheckpointError if experts are missing, unexpected or of different shapes."""
+    found, layers = {}, dict[str, dict[int, LazyTensor]]()
+    for name, tensor in tensors.items():
+        match = _OUR_EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            layers.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
+    for name, of_experts in layers.items():
+        wanted = set(range(model.moe.num_experts if model.moe else 0))
+        if wrong := wanted ^ of_experts.keys():
+            what = "lacks" if wrong & wanted else "has, beyond those of the options,"
+            raise CheckpointError(f"{directory} {what} experts {sorted(wrong)} of {name}")
+        parts = [of_experts[number] for number in sorted(of_experts)]
+        if len({part.shape for part in parts}) > 1:
+            raise CheckpointError(f"{directory}: the experts of {name} differ in shape")
+        found[name] = derive(parts, (len(parts), *parts[0].shape), lambda *each: np.stack(each), name)
+    return found

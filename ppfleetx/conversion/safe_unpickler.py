@@ -26,21 +26,15 @@ class Record:
     """Stands in for a pickled object whose class is not imported. It has the object's data."""
 
     class_name = ""
-    args: tuple[Any, ...] = ()
     state: Any = None
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
+    def __init__(self, *_: Any) -> None: ...
 
     def __repr__(self) -> str:
         return f"<{self.class_name}>"
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return an attribute of the pickled object, such as an option in an ``argparse.Namespace``."""
-        return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class StandIn:
@@ -149,7 +143,7 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
     """Collect the tensors in nested dictionaries, and ignore other objects. A tensor's name is its keys
-    joined with dots. Raises CheckpointError if two tensors have the same name."""
+    joined with dots."""
     named: dict[str, LazyTensor] = {}
 
     def collect(node: Any, path: tuple[str, ...]) -> None:
@@ -158,8 +152,6 @@ def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
                 collect(child, (*path, str(key)))
         elif isinstance(node, PickledArray | LazyTensor):
             name = ".".join(path)
-            if name in named:
-                raise CheckpointError(f"two tensors in it have the name {shown(name)}")
             named[name] = node if isinstance(node, LazyTensor) else tensor_of(node.array)
 
     collect(tree, ())

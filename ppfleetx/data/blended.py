@@ -20,8 +20,6 @@ BLEND_VERSION = 1
 """Version of the blending order, a part of cache names and fingerprints. Increase it when equal weights give
 a different order than before."""
 
-MAX_CORPORA = int(np.iinfo(np.int16).max)
-
 SURPLUS = 0.005
 """Fraction of extra samples to prepare from each corpus, because the blend can take slightly more samples
 than the corpus's weight says."""
@@ -49,6 +47,7 @@ def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[n
 
 
 def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    assert len(shares) <= np.iinfo(np.int16).max, "too many corpora for one blend"
     chosen = np.empty(size, np.int16)
     taken = np.zeros(len(shares))
     for first in range(0, size, _NUM_BLOCKS * _BLOCK_STEPS):
@@ -157,18 +156,16 @@ class BlendOrder:
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
     """Return the order of a blend with given weights (`blending_indices`), cached in ``cache_dir``."""
     weights = list(weights)
-    about = {"weights": weights, "num_samples": num_samples}
     build = partial(blending_indices, weights, num_samples)
-    return _order([weights], weights, num_samples, cache_dir, build, about)
+    return _order([weights], weights, num_samples, cache_dir, build)
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
     """Return the order of the first ``num_samples`` samples of a blend that takes every sample once
     (`exhaustive_indices`), cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
-    about = {"exhaustive": sizes, "num_samples": num_samples}
     build = partial(exhaustive_indices, sizes, num_samples)
-    return _order(["exhaustive", sizes], normalize(sizes), num_samples, cache_dir, build, about)
+    return _order(["exhaustive", sizes], normalize(sizes), num_samples, cache_dir, build)
 
 
 def _order(
@@ -177,7 +174,6 @@ def _order(
     num_samples: int,
     cache_dir: Path,
     build: Callable[[], tuple[np.ndarray, np.ndarray]],
-    about: dict,
 ) -> BlendOrder:
     names = ("dataset_index", "dataset_sample_index")
     arrays = load_or_build(
@@ -185,7 +181,6 @@ def _order(
         f"blend_{_fingerprint([BLEND_VERSION, *decisive, num_samples])}",
         names,
         lambda: dict(zip(names, build(), strict=True)),
-        about,
         num_bytes=_BYTES_PER_SAMPLE * num_samples,
     )
     return BlendOrder(decisive, shares, **arrays)
@@ -196,7 +191,7 @@ class BlendedDataset:
     each sample also has ``source_ids``, int64 []: the index of its corpus in `sources`."""
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
-        assert len(datasets) == len(order.shares) <= MAX_CORPORA
+        assert len(datasets) == len(order.shares)
         assert all(len(dataset) >= n for dataset, n in zip(datasets, order.counts, strict=True))
         self.datasets, self.order, self.tells_sources = list(datasets), order, False
         decisive = [BLEND_VERSION, *order.decisive, [d.fingerprint for d in datasets]]

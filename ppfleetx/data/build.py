@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
-    MAX_CORPORA,
     BlendedDataset,
     blend_sizes,
     exhaustive_order,
@@ -23,18 +21,13 @@ from ppfleetx.data.blended import (
 from ppfleetx.data.dataloader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
-from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tokenized_corpus import find_prefixes, open_tokens
-from ppfleetx.data.tokenizer.json_files import GPT2_FILES
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
-    from ppfleetx.data.tasks.finetuning import ChatDataset, GlueDataset, PromptResponseDataset
-
-_LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
 
 
 @dataclass(frozen=True)
@@ -146,48 +139,6 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
     return ordered
 
 
-def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Build a finetuning dataset of prompts and responses."""
-    from ppfleetx.data.tasks.finetuning import PromptResponseDataset  # only finetuning needs Jinja
-
-    return PromptResponseDataset(*_finetuning_inputs(cfg, mode))
-
-
-def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Build a finetuning dataset of conversations."""
-    from ppfleetx.data.tasks.finetuning import ChatDataset
-
-    return ChatDataset(*_finetuning_inputs(cfg, mode))
-
-
-def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Build the finetuning dataset of a GLUE task. For ``Test``, no labels are read, because most test files
-    have none."""
-    from ppfleetx.data.tasks.finetuning import GlueDataset
-
-    dataset_cfg, tokenizer, multiple = _finetuning_inputs(cfg, mode)
-    require_libraries()
-    task = TASKS[dataset_cfg.name]
-    return GlueDataset(task, dataset_cfg, tokenizer, multiple, with_labels=mode != "Test")
-
-
-def _finetuning_inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return the inputs of the finetuning dataset of ``Data.<mode>``: its section, the tokenizer, and the
-    number to whose multiples sample lengths are padded. Raises ConfigError if no tokenizer is configured."""
-    dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
-    if tokenizer is None:
-        raise ConfigError(
-            f"names no files, and {dataset_cfg.name} is made of texts. Give a tokenizer's directory with "
-            "-o Data.tokenizer.dir=DIR; ppfleetx tokenizer makes one, and vocab.json and merges.txt of "
-            f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
-            key="Data.tokenizer",
-        )
-    check_tokenizer(tokenizer, cfg.Model.vocab_size)
-    # With both sequence parallelism and `sep`, each sequence is split into mp x sep parts.
-    multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
-    return dataset_cfg, tokenizer, multiple
-
-
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     """Load the tokenizer that ``Data.tokenizer`` describes. Returns None if there is no such section, or if
     the section names no files and keeps the default name, BPE. Raises DataError."""
@@ -245,11 +196,6 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
-    if len(parts) > MAX_CORPORA:
-        raise DataError(
-            f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
-            "can be blended: write them as fewer with ppfleetx merge-data"
-        )
     # The corpora of a directory share the directory's weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]

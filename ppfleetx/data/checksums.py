@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppfleetx.config.errors import DataError
@@ -25,33 +25,25 @@ def checksums_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.checksums.json")
 
 
-@dataclass(frozen=True)
+@dataclass
 class FileChecksums:
     """The length of a file, and the CRC-32 of each of its blocks of 1 MiB (the last may be shorter)."""
 
-    num_bytes: int
-    crcs: list[int]
-
-
-class RunningChecksums:
-    def __init__(self) -> None:
-        self._num_bytes = 0
-        self._crcs: list[int] = []
+    num_bytes: int = 0
+    crcs: list[int] = field(default_factory=list)
 
     def update(self, data: bytes | memoryview) -> None:
+        """Append ``data`` to the file."""
         view = memoryview(data)
         position = 0
         while position < len(view):
-            filled = self._num_bytes % BLOCK_BYTES
+            filled = self.num_bytes % BLOCK_BYTES
             if not filled:
-                self._crcs.append(0)
+                self.crcs.append(0)
             piece = view[position : position + BLOCK_BYTES - filled]
-            self._crcs[-1] = zlib.crc32(piece, self._crcs[-1])
-            self._num_bytes += len(piece)
+            self.crcs[-1] = zlib.crc32(piece, self.crcs[-1])
+            self.num_bytes += len(piece)
             position += len(piece)
-
-    def result(self) -> FileChecksums:
-        return FileChecksums(self._num_bytes, list(self._crcs))
 
 
 @dataclass(frozen=True)
@@ -130,11 +122,11 @@ class CorpusChecksums:
 def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
     files = {}
     for suffix in SUFFIXES:
-        sums = RunningChecksums()
+        sums = FileChecksums()
         with opened(f"{os.fspath(prefix)}{suffix}", DataError) as file:
             while data := file.read(BLOCK_BYTES):
                 sums.update(data)
-        files[suffix] = sums.result()
+        files[suffix] = sums
     return CorpusChecksums(os.fspath(prefix), files)
 
 

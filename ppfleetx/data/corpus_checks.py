@@ -1,12 +1,11 @@
 """Checks of corpora before training: their files are compared with their checksums, and their token ids with
-``Model.vocab_size``.
-"""
+``Model.vocab_size``. Also the summary of a corpus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
+    from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
 
 
@@ -33,15 +33,19 @@ def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
     result. ``Data.<mode>.dataset.verify`` is the level: none, index or full (`verify_corpus`). Raises
     DataError if a corpus does not match, or if the level is ``full`` and there are no checksums."""
     levels: dict[str, str] = {}
-    for _, section in cfg.Data.sections(*modes):
-        if section.dataset.is_corpus:
-            for entry in section.dataset.inputs:
-                for prefix in find_prefixes(entry):
-                    level = max(levels.get(prefix, "none"), section.dataset.verify, key=_LEVELS.index)
-                    levels[prefix] = level
+    for dataset, entry in _corpora(cfg, modes):
+        for prefix in find_prefixes(entry):
+            levels[prefix] = max(levels.get(prefix, "none"), dataset.verify, key=_LEVELS.index)
     if levels:
         found = {prefix: level == "none" or verify_corpus(prefix, level) for prefix, level in levels.items()}
         get_logger().info(_summary(levels, [prefix for prefix, has_any in found.items() if not has_any]))
+
+
+def _corpora(cfg: RunConfig, modes: Iterable[str]) -> Iterator[tuple[DatasetConfig, str]]:
+    """Yield each entry of ``input_dir`` in the data sections ``modes``, with its section."""
+    for _, section in cfg.Data.sections(*modes):
+        if section.dataset.is_corpus:
+            yield from ((section.dataset, entry) for entry in section.dataset.inputs)
 
 
 def _summary(levels: dict[str, str], without: list[str]) -> str:
@@ -187,18 +191,15 @@ def _corpus_lines(cfg: RunConfig) -> Iterator[str]:
 def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
     found: dict[str, None] = {}
     missing = False
-    for _, section in cfg.Data.sections("Train", "Eval"):
-        if not section.dataset.is_corpus:
-            continue
-        for entry in section.dataset.inputs:
-            try:
-                found.update(dict.fromkeys(find_prefixes(entry)))
-            except MissingDataError:
-                missing = True
+    for _, entry in _corpora(cfg, ("Train", "Eval")):
+        try:
+            found.update(dict.fromkeys(find_prefixes(entry)))
+        except MissingDataError:
+            missing = True
     return list(found), missing
 
 
-def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
+def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = _MOST_TOKENS) -> tuple[int, int]:
     """Check that the token ids of a corpus are below ``vocab_size``. Returns the highest id (-1 if there are
     no tokens), and the number of tokens read. If there are more than ``most_tokens`` tokens, only an evenly
     spaced sample is read. Raises DataError for an id outside the vocabulary."""
@@ -223,3 +224,37 @@ def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
         count = max(2, most_tokens // _PART)
         starts = np.linspace(0, num_tokens - _PART, count).astype(np.int64).tolist()
     return [(start, min(start + _PART, num_tokens)) for start in starts]
+
+
+def summary(prefix: str) -> dict[str, Any]:
+    """Return the main figures of a corpus, such as its numbers of documents and tokens, in types that JSON
+    can represent. Raises DataError."""
+    corpus = open_tokens(prefix)
+    sizes, parts = corpus.sizes, _parts(corpus.num_tokens, corpus.num_tokens)
+    return {
+        "prefix": corpus.prefix,
+        "documents": corpus.document_indices.shape[0] - 1,
+        "sequences": len(corpus),
+        "tokens": corpus.num_tokens,
+        "dtype": str(corpus.dtype),
+        "shortest_sequence": int(sizes.min()) if len(corpus) else 0,
+        "longest_sequence": int(sizes.max()) if len(corpus) else 0,
+        "largest_id": max((int(corpus.flat(*part).max()) for part in parts), default=-1),
+        "fingerprint": corpus.fingerprint,
+        "has_checksums": read_checksums(corpus.prefix) is not None,
+    }
+
+
+def summary_text(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['prefix']}: {counted(facts['documents'], 'document', ',')}, "
+        f"{counted(facts['sequences'], 'sequence', ',')}, {counted(facts['tokens'], 'token', ',')} "
+        f"({facts['dtype']})",
+        f"sequences of {facts['shortest_sequence']:,} to {counted(facts['longest_sequence'], 'token', ',')}, "
+        f"ids up to {facts['largest_id']:,}",
+        f"fingerprint {facts['fingerprint']}",
+        "it has checksums; --verify compares them"
+        if facts["has_checksums"]
+        else "it has no checksums; --write-checksums makes them",
+    ]
+    return "\n".join(lines)

@@ -4,7 +4,7 @@ order."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -129,19 +129,11 @@ class GPTDataset:
         )
 
     def _load_maps(self, directory: Path, seed: int) -> IndexMaps:
-        about = {
-            "corpus": self.corpus.prefix,
-            "split": self.name,
-            "sequences": [self.first, self.last],
-            "seed": seed,
-            **asdict(self.plan),
-        }
         arrays = load_or_build(
             directory,
             f"gpt_{self.fingerprint}",
             ("document_index", "sample_index", "shuffle_index"),
             lambda: vars(build_index_maps(self.corpus.sizes, self.first, self.last, self.plan, seed)),
-            about,
             num_bytes=maps_bytes(self.last - self.first, self.plan),
         )
         return IndexMaps(**arrays)

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -190,7 +189,6 @@ def load_or_build(
     key: str,
     names: tuple[str, ...],
     build: Callable[[], Arrays],
-    about: Mapping[str, Any],
     *,
     num_bytes: int,
 ) -> Arrays:
@@ -199,7 +197,6 @@ def load_or_build(
     the arrays in memory, with a warning.
 
     Args:
-        about: a description to store with the arrays.
         num_bytes: the memory that ``build`` takes. Raises DataError if less is free.
     """
     stored = _load(directory, key, names)
@@ -215,7 +212,7 @@ def load_or_build(
     built = build()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _store(directory, key, built, about)
+        _store(directory, key, built)
     except OSError as error:
         get_logger().warning(
             f"the index maps cannot be kept in {directory} ({error.strerror}), so every process builds them "
@@ -229,7 +226,7 @@ def _array_path(directory: Path, key: str, name: str) -> Path:
     return directory / f"{key}-{name}.npy"
 
 
-def _store(directory: Path, key: str, arrays: Arrays, about: Mapping[str, Any]) -> None:
+def _store(directory: Path, key: str, arrays: Arrays) -> None:
     entries = {}
     for name, array in arrays.items():
         path = _array_path(directory, key, name)
@@ -237,7 +234,7 @@ def _store(directory: Path, key: str, arrays: Arrays, about: Mapping[str, Any]) 
             np.save(file, array, allow_pickle=False)
         entries[name] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
     with atomic_write(directory / f"{key}.json", "w") as file:
-        json.dump({"about": dict(about), "arrays": entries}, file, indent=1)
+        json.dump({"arrays": entries}, file, indent=1)
 
 
 def _load(directory: Path, key: str, names: tuple[str, ...]) -> Arrays | None:

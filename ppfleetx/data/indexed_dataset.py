@@ -33,7 +33,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
+from ppfleetx.data.checksums import CorpusChecksums, FileChecksums, checksums_path
 from ppfleetx.utils.input_files import file_status, opened, os_errors
 from ppfleetx.utils.output_files import atomic_write
 
@@ -83,15 +83,8 @@ class TokenStore:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a view, which must not be
-        changed. Raises IndexError if they are not in the sequence."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
-        size = int(self.sizes[index])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(
-                f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {index}, which has {size}"
-            )
+        changed. They must be in the sequence."""
+        length = int(self.sizes[index]) - offset if length is None else length
         start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
@@ -258,7 +251,7 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self.num_tokens = 0
-        self._checksums = RunningChecksums()
+        self._checksums = FileChecksums()
         self._temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
         with self._writing():
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -284,13 +277,10 @@ class IndexedDatasetWriter:
         """Append documents of any number of sequences. ``flat_tokens`` are the tokens of all sequences,
         concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number of
         sequences in the first i + 1 documents of this call. Raises ValueError if a length is negative, or if
-        the lengths do not fit the other arguments."""
+        the lengths do not fit the tokens."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
-        boundaries = np.asarray(boundaries, np.int64)
-        if np.max(boundaries, initial=0) != len(lengths):
-            raise ValueError(f"documents end at sequence {np.max(boundaries, initial=0)} of {len(lengths)}")
-        boundaries = boundaries + len(self._lengths)
+        boundaries = np.asarray(boundaries, np.int64) + len(self._lengths)
         self._write(flat_tokens)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._boundaries.frombytes(boundaries.tobytes())
@@ -322,8 +312,7 @@ class IndexedDatasetWriter:
             checksums_path(self.prefix).unlink(missing_ok=True)
             self._temporary.replace(bin_path(self.prefix))
             with atomic_write(idx_path(self.prefix)) as file:
-                of_index = self._write_index(file)
-                files = {".bin": self._checksums.result(), ".idx": of_index.result()}
+                files = {".bin": self._checksums, ".idx": self._write_index(file)}
                 CorpusChecksums(self.prefix, files).write()
 
     def abort(self) -> None:
@@ -361,8 +350,8 @@ class IndexedDatasetWriter:
         except OSError as error:
             raise DataError(f"cannot write {self.prefix}: {error.strerror or error}") from error
 
-    def _write_index(self, file: BinaryIO) -> RunningChecksums:
-        checksums = RunningChecksums()
+    def _write_index(self, file: BinaryIO) -> FileChecksums:
+        checksums = FileChecksums()
 
         def write(values: np.ndarray) -> None:
             if values.size:

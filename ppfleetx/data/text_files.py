@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from ppfleetx.config.errors import DataError, shown
 from ppfleetx.utils.input_files import opened
 
-MAX_LINE_BYTES = 64_000_000
-"""The longest line accepted in a text file."""
+MAX_DOCUMENT_BYTES = 64_000_000
+"""The longest document accepted in a text corpus, unless another limit is given."""
 
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
@@ -137,24 +137,21 @@ def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tup
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
     feed). A carriage return before the line feed is kept. ``see(block)`` is called with each block of bytes
     that is read, for example to hash the file. Raises DataError if the file cannot be read, is damaged or is
-    truncated, or if a line is longer than `MAX_LINE_BYTES`."""
-    number, pending, size = 0, [], 0
+    truncated."""
+    number, pending = 0, []
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):
             see(block)
             first, *lines = block.split(b"\n")
             pending.append(first)
-            size += len(first)
-            if size > MAX_LINE_BYTES:
-                raise DataError(f"{path}:{number + 1}: the line is longer than {MAX_LINE_BYTES:,} bytes")
             if lines:
                 *whole, rest = [b"".join(pending), *lines]
                 for line in whole:
                     number += 1
                     yield number, line
-                pending, size = [rest], len(rest)
-    if size:
-        yield number + 1, b"".join(pending)
+                pending = [rest]
+    if last := b"".join(pending):
+        yield number + 1, last
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")

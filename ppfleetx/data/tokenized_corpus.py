@@ -1,5 +1,5 @@
-"""Open token corpora of both supported formats: ``.bin``/``.idx`` pairs as in Megatron-LM, and FleetX's NumPy
-files.
+"""Find, open, convert and merge token corpora of both supported formats: ``.bin``/``.idx`` pairs as in
+Megatron-LM, and FleetX's NumPy files.
 
 FleetX's files are ``_ids.npy`` with ``_idx.npz``, or a single legacy file ``_ids.npz``. Their arrays are
 ``ids``, the tokens of all documents; ``lens`` (int32), the length of each sequence; and ``docs`` (int64, not
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.config.message_text import counted
+from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
 from ppfleetx.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -28,7 +29,8 @@ from ppfleetx.data.indexed_dataset import (
     refuse_to_replace,
     runs_from_zero,
 )
-from ppfleetx.utils.input_files import file_status, os_errors
+from ppfleetx.utils.input_files import file_status, opened, os_errors
+from ppfleetx.utils.progress_bar import ProgressBar
 
 FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time
@@ -115,6 +117,50 @@ def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, over
             batch = boundaries[first : first + _BATCH + 1]
             flat = source.flat(int(starts[batch[0]]), int(starts[batch[-1]]))
             writer.add_sequences(flat, source.sizes[batch[0] : batch[-1]], batch[1:] - batch[0])
+
+
+def merge(
+    prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
+    """Concatenate the corpora ``prefixes`` into a new corpus ``out``. Raises DataError if an input is missing
+    or damaged, if dtypes differ, if ``out`` is one of the inputs, or if ``out`` exists and ``overwrite`` is
+    False."""
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if not prefixes:
+        raise DataError(f"nothing to merge into {os.fspath(out)}")
+    if any(bin_path(prefix).resolve() == bin_path(out).resolve() for prefix in prefixes):
+        raise DataError(f"{os.fspath(out)} is both input and output of the merge")
+    refuse_to_replace(out, overwrite)
+    total = sum(bin_path(prefix).stat().st_size for prefix in prefixes if bin_path(prefix).is_file())
+    with (
+        IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer,
+        ProgressBar("merging", total=total / 1e6, unit="MB") as bar,
+    ):
+        for prefix in prefixes:
+            other = IndexedDataset(prefix)
+            if other.dtype != writer.dtype:
+                raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
+            writer.add_index(other, _verified_blocks(other.prefix, bar))
+
+
+def _verified_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
+    """Yield the ``.bin`` file of a corpus block by block, and advance the progress bar. Raises DataError if
+    the corpus does not match its checksums."""
+    checksums = read_checksums(prefix)
+    if checksums is None:
+        with opened(bin_path(prefix), DataError) as file:
+            while data := file.read(BLOCK_BYTES):
+                yield data
+                bar.advance(len(data) / 1e6)
+        return
+    checksums.check_sizes()
+    for damage in checksums.damage((".idx",)):
+        raise DataError(str(damage))
+    for data, damage in checksums.blocks(".bin"):
+        if damage is not None:
+            raise DataError(f"{damage}; ppfleetx inspect-data {prefix} --verify names the documents")
+        yield data
+        bar.advance(len(data) / 1e6)
 
 
 _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)

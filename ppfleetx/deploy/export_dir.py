@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.generation import GenerationConfig, TokenOptions
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from ppfleetx.utils.input_files import opened, read_json
 from ppfleetx.utils.machine import BFLOAT16, CPUINFO, flags_in, read_cpuinfo
 
@@ -36,6 +37,11 @@ FORMAT, VERSION = "ppfleetx-export", 3
 _READ = (2, 3)  # version 2 has no checksum, and its programs support only one end token
 RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
 PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
+CPU_OPS_FILE, QUANTIZED_OPS_FILE, BLOCKS_FILE = (
+    f"{PROGRAM}_{operators}_{WIDTH}.json" for operators in ("cpu_ops", "quantized_ops", "blocks")
+)
+"""Programs with our C++ operators: of a model that is not quantized, of a quantized one, and of a quantized
+one whose transformer blocks run in one operation. They store matrices in groups of `WIDTH` columns."""
 _FIRST_WITH_CHECKSUM = 3
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 _KEY = "Inference.model_dir"
@@ -83,24 +89,6 @@ class ExportManifest:
         content["checksum"] = _checksum(content)
         text = json.dumps(content, ensure_ascii=False, indent=1)
         (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def cpu_ops_file(width: int) -> str:
-    """Return the name of the program file that uses our C++ operators. This program stores matrices in groups
-    of ``width`` columns."""
-    return f"{PROGRAM}_cpu_ops_{width}.json"
-
-
-def quantized_ops_file(width: int) -> str:
-    """Return the name of a quantized model's program file that uses our C++ operators for low-bit matrices.
-    This program stores low-bit matrices in groups of ``width`` columns."""
-    return f"{PROGRAM}_quantized_ops_{width}.json"
-
-
-def blocks_file(width: int) -> str:
-    """Return the name of a quantized model's program file that runs all transformer blocks in one C++
-    operation. This program stores matrices in groups of ``width`` columns."""
-    return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:
@@ -217,29 +205,24 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs.
     ``places`` has the file and line of each key, for error messages."""
-    key, rule = None, ""
-    if section.decode_strategy == "beam_search":
-        key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
-    elif not section.use_cache:
-        key, rule = "use_cache", "an exported program always keeps keys and values"
-    elif section.forced_bos_token_id is not None:
-        key, rule = "forced_bos_token_id", "an exported program chooses every token"
-    elif section.forced_eos_token_id is not None:
-        key, rule = "forced_eos_token_id", "an exported program chooses every token"
-    else:
-        plain = GenerationConfig()
-        unknown = {*TokenOptions.model_fields, "logprobs"} - {*_PROGRAM_READS}
-        asked = sorted(one for one in unknown if getattr(section, one) != getattr(plain, one))
-        key = asked[0] if asked else None
-        rule = f"an exported program chooses tokens by {', '.join(_PROGRAM_READS)}"
-    if key is not None:
-        name = f"Generation.{key}"
-        raise ConfigError(
-            f"{rule}; leave it out, or {_INSTEAD}",
-            key=name,
-            value=getattr(section, key),
-            place=(places or {}).get(name),
-        )
+    unread = sorted({*TokenOptions.model_fields, "logprobs"} - {*_PROGRAM_READS})
+    rules = {
+        "decode_strategy": "decodes by greedy_search or sampling",
+        "use_cache": "always keeps keys and values",
+        "forced_bos_token_id": "chooses every token",
+        "forced_eos_token_id": "chooses every token",
+        **dict.fromkeys(unread, f"chooses tokens by {', '.join(_PROGRAM_READS)}"),
+    }
+    plain = GenerationConfig()
+    for key, rule in rules.items():
+        value, name = getattr(section, key), f"Generation.{key}"
+        if value not in (getattr(plain, key), "greedy_search"):
+            raise ConfigError(
+                f"an exported program {rule}; leave it out, or {_INSTEAD}",
+                key=name,
+                value=value,
+                place=(places or {}).get(name),
+            )
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
@@ -260,32 +243,27 @@ def check_inference(cfg: RunConfig, device: str) -> None:
     """Raise ConfigError if this machine cannot run exported programs with the options of ``Inference``."""
     options = cfg.Inference
     if options.mp_degree not in (None, 1):
-        raise _refusal(
-            cfg,
-            "mp_degree",
+        raise cfg.error(
+            "Inference.mp_degree",
             "an export holds the whole model (Paddle's export silently leaves out communication), so "
             f"this is 1; for a model larger than one device, {_INSTEAD} under Distributed.mp_degree",
         )
     if device != "cpu":
         for key, plain in (("onednn", False), ("precision", "fp32"), ("cpu_threads", None)):
             if getattr(options, key) != plain:
-                raise _refusal(cfg, key, f"is for the CPU, and Global.device is {device}")
+                raise cfg.error(f"Inference.{key}", f"is for the CPU, and Global.device is {device}")
         return
     if options.TensorRT is not None:
-        raise _refusal(
-            cfg, "TensorRT", "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null"
+        raise ConfigError(
+            "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null",
+            key="Inference.TensorRT",
+            place=cfg.origins.get("Inference.TensorRT"),
         )
     if options.precision == "bf16" and not has_bfloat16():
-        raise _refusal(cfg, "precision", f"this CPU has none of {', '.join(sorted(BFLOAT16))}; use fp32")
+        rule = f"this CPU has none of {', '.join(sorted(BFLOAT16))}; use fp32"
+        raise cfg.error("Inference.precision", rule)
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Return whether the CPU has bfloat16 matrix instructions, according to the file ``cpuinfo``."""
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(BFLOAT16)
-
-
-def _refusal(cfg: RunConfig, key: str, rule: str) -> ConfigError:
-    name = f"Inference.{key}"
-    value = getattr(cfg.Inference, key)
-    shown = {} if key == "TensorRT" else {"value": value}
-    return ConfigError(rule, key=name, place=cfg.origins.get(name), **shown)

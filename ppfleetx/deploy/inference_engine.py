@@ -14,16 +14,16 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.generation import InferenceConfig, TensorRTConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export_dir import (
+    BLOCKS_FILE,
+    CPU_OPS_FILE,
     PROGRAM_FILE,
+    QUANTIZED_OPS_FILE,
     TOKENIZER_DIRECTORY,
     WEIGHTS_FILE,
     ExportManifest,
-    blocks_file,
     check_generation,
     check_onednn,
-    cpu_ops_file,
     open_export,
-    quantized_ops_file,
 )
 from ppfleetx.distributed.device import is_card, is_gpu, kind_of, waiting_for_each_operator
 from ppfleetx.generation.decode_loop import Row
@@ -33,7 +33,6 @@ from ppfleetx.generation.logits_processors import SMALLEST
 from ppfleetx.generation.text_io import RowText
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import back_process_by_huge_pages
 
@@ -105,12 +104,14 @@ class InferenceEngine(TextGenerator):
         }
 
     def _random_numbers(self, batch: Batch, *, greedy: bool) -> dict[str, np.ndarray]:
-        num_rows = len(batch.streams)
-        if "uniforms" in self.manifest.inputs:  # format 2
-            return {"uniforms": np.zeros([num_rows, 1], np.float32) if greedy else batch.uniforms()}
-        if greedy:
-            return {"exponentials": np.ones([num_rows, 1, 1], np.float32)}
-        return {"exponentials": batch.exponentials(self.manifest.vocab_size)}
+        is_format_2 = "uniforms" in self.manifest.inputs
+        if greedy:  # the program does not use them
+            rows = np.ones([len(batch.streams), 1], np.float32)
+            return {"uniforms": rows} if is_format_2 else {"exponentials": rows[..., None]}
+        streams, steps = batch.random_streams(self.manifest.vocab_size), max(batch.max_new_tokens)
+        if is_format_2:
+            return {"uniforms": np.stack([stream.uniforms(steps) for stream in streams])}
+        return {"exponentials": np.stack([stream.numbers(0, steps) for stream in streams])}
 
     def _ends(self, batch: Batch) -> dict[str, np.ndarray]:
         end_ids = np.array(batch.end_ids or [_NO_TOKEN], dtype=np.int64)
@@ -194,13 +195,11 @@ def _program_file(files: Collection[str], options: InferenceConfig) -> str:
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()
-    faster, of_few_bits = cpu_ops_file(WIDTH), quantized_ops_file(WIDTH)
-    of_blocks = blocks_file(WIDTH)
-    if of_blocks in files and fused_blocks.all_are_available():
-        return of_blocks
-    if of_few_bits in files and cpu_ops.are_available() and quantized.are_available():
-        return of_few_bits
-    return faster if faster in files and cpu_ops.are_available() else PROGRAM_FILE
+    if BLOCKS_FILE in files and fused_blocks.all_are_available():
+        return BLOCKS_FILE
+    if QUANTIZED_OPS_FILE in files and cpu_ops.are_available() and quantized.are_available():
+        return QUANTIZED_OPS_FILE
+    return CPU_OPS_FILE if CPU_OPS_FILE in files and cpu_ops.are_available() else PROGRAM_FILE
 
 
 def _enable_tensorrt(config: inference.Config, options: TensorRTConfig) -> None:

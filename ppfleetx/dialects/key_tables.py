@@ -84,9 +84,8 @@ class KeyTable:
         self.keys = tuple(keys)
         self._normal = normal
         self._exact = {key.name: key for key in self.keys}
-        self._patterns = [(key.name.split("."), key) for key in self.keys if "*" in key.name]
-        if len(self._exact) != len(self.keys):
-            raise ValueError("a key occurs twice in the table")
+        self._patterns = [(_pattern(key.name), key) for key in self.keys if "*" in key.name]
+        assert len(self._exact) == len(self.keys), "a key occurs twice in the table"
 
     def find(self, name: str) -> Key | None:
         """Return the option with this name; None if it is unknown. An exact name takes precedence over a
@@ -94,18 +93,15 @@ class KeyTable:
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
-        parts = name.split(".")
-        return next((key for pattern, key in self._patterns if _matches(pattern, parts)), None)
+        return next((key for pattern, key in self._patterns if pattern.fullmatch(name)), None)
 
     def is_block(self, name: str) -> bool:
         """Return whether ``name`` is a block of options, i.e. the table has options whose names begin with
         ``name.``"""
-        prefix = f"{self._normal(name)}."
-        parts = prefix.split(".")[:-1]
-        return any(key.name.startswith(prefix) for key in self.keys) or any(
-            len(pattern) > len(parts) and _matches(pattern[: len(parts)], parts)
-            for pattern, _ in self._patterns
-        )
+        name = self._normal(name)
+        depth = name.count(".") + 1
+        blocks = {".".join(parts[:depth]) for key in self.keys if len(parts := key.name.split(".")) > depth}
+        return any(_pattern(block).fullmatch(name) for block in blocks)
 
     def nearest(self, name: str) -> str:
         """Return a sentence that suggests known options similar to the unknown option ``name``."""
@@ -127,13 +123,8 @@ def nearest_names(name: str, known: list[str]) -> str:
     return f"The page of this dialect lists all keys; {shown_key(name)} resembles none."
 
 
-def _matches(pattern: list[str], parts: list[str]) -> bool:
-    if pattern and pattern[-1] == "**":
-        head = pattern[:-1]
-        return len(parts) > len(head) and _matches(head, parts[: len(head)])
-    return len(pattern) == len(parts) and all(
-        p in ("*", part) for p, part in zip(pattern, parts, strict=True)
-    )
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+"))
 
 
 _KINDS = {

@@ -63,6 +63,7 @@ class Translation:
         unused: options that the user gave but that have no meaning in ppfleetx.
         notes: messages to log about deliberate differences from a run of the toolkit.
         given: all the user's values, by the option's name in the key table.
+        world_size: the number of processes of the job; None if unknown.
     """
 
     dialect: str
@@ -72,6 +73,7 @@ class Translation:
     unused: list[UserOption] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     given: dict[str, UserOption] = field(default_factory=dict)
+    world_size: int | None = None
 
     def put(self, key: str, value: Any, *sources: str | UserOption, why: str = "") -> None:
         """Set the key ``key`` of ppfleetx's configuration. A ``value`` of None leaves the key unset. Raises
@@ -133,28 +135,34 @@ class Translation:
         out."""
         return tuple(self.given[key] for key in keys if key in self)
 
+    def first(self, *keys: str) -> str:
+        """Return the first of the options ``keys`` that the user gave, or else the last of them."""
+        return next((key for key in keys if key in self), keys[-1])
+
     def value(self, key: str, default: Any = None) -> Any:
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
         """Return the user's value of the option ``key``, which must be an integer. ``least`` is the smallest
         allowed value."""
-        return self._read(key, default, partial(integer, least=least))
+        return self.read(key, default, partial(integer, least=least))
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
         """Return the user's value of the option ``key``, which must be a finite number. ``least`` is the
         smallest allowed value."""
-        return self._read(key, default, lambda value: float(number(value, least=least)))
+        return self.read(key, default, lambda value: float(number(value, least=least)))
 
     def flag(self, key: str, default: Any = None) -> Any:
         """Return the user's value of the option ``key``, which must be true or false."""
-        return self._read(key, default, flag)
+        return self.read(key, default, flag)
 
     def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
         """Return the user's value of the option ``key``, which must be one of ``choices``."""
-        return self._read(key, default, choice({one: one for one in choices}))
+        return self.read(key, default, choice({one: one for one in choices}))
 
-    def _read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
+    def read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
+        """Return the user's value of the option ``key``, converted. A ValueError of ``convert`` becomes a
+        ConfigError."""
         if key not in self:
             return default
         try:
@@ -173,11 +181,10 @@ class Translation:
             raise self.error(key, "must be a text")
         return value
 
-    def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
+    def error(self, key: str, rule: str) -> ConfigError:
         """Return a ConfigError about an option that the user gave. The message shows the option's value and
         place."""
-        one = self.given[key]
-        return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
+        return self.given[key].error(rule)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
         """Return a ConfigError about several options that do not fit together. The message shows the value
@@ -264,12 +271,18 @@ ppfleetx's configuration."""
 
 
 def translate(
-    dialect: str, place: str, given: Iterable[UserOption], table: KeyTable, rules: Sequence[Rule] = ()
+    dialect: str,
+    place: str,
+    given: Iterable[UserOption],
+    table: KeyTable,
+    rules: Sequence[Rule] = (),
+    world_size: int | None = None,
 ) -> Translation:
     """Translate the user's options to ppfleetx's configuration. First ``table`` translates each option by
     itself, then ``rules`` translate options that depend on each other. If ``given`` has an option several
-    times, the last value is used. Raises ConfigError for unknown and unsupported options."""
-    result = Translation(dialect, place)
+    times, the last value is used. ``world_size`` is the number of processes; None if unknown. Raises
+    ConfigError for unknown and unsupported options."""
+    result = Translation(dialect, place, world_size=world_size)
     found: dict[str, tuple[UserOption, Key]] = {}
     unknown: list[UserOption] = []
     for one in given:
@@ -303,15 +316,14 @@ def _refuse_first(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) 
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:
-            one = given[key.name]
-            raise ConfigError(key.says, key=one.key, value=one.value, place=one.place)
+            raise given[key.name].error(key.says)
         if key.name in given and key.kind is Kind.FIXED:
             _check_fixed(given[key.name], key)
 
 
 def _unknown(one: UserOption, table: KeyTable, dialect: str) -> ConfigError:
     if table.is_block(one.key):
-        return ConfigError("must be a mapping of keys", key=one.key, value=one.value, place=one.place)
+        return one.error("must be a mapping of keys")
     return ConfigError(
         f"{dialect} has no such key, or this program does not know it.",
         key=one.key,
@@ -329,7 +341,7 @@ def take(one: UserOption, key: Key, result: Translation) -> None:
         try:
             natives = key.natives(one.value)
         except ValueError as error:
-            raise ConfigError(str(error), key=one.key, value=one.value, place=one.place) from None
+            raise one.error(str(error)) from None
         for native, value in natives.items():
             result.put(native, value, one)
 
@@ -338,9 +350,4 @@ def _check_fixed(one: UserOption, key: Key) -> None:
     accepts = key.accepts
     if accepts is None or any(type(one.value) is type(value) and one.value == value for value in accepts):
         return
-    raise ConfigError(
-        f"can only be {' or '.join(map(shown, accepts))}: {key.says}",
-        key=one.key,
-        value=one.value,
-        place=one.place,
-    )
+    raise one.error(f"can only be {' or '.join(map(shown, accepts))}: {key.says}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ class UserOption:
     @property
     def origin(self) -> str:
         return f"{self.place}, {self.key}"
+
+    def error(self, rule: str) -> ConfigError:
+        """Return a ConfigError about this option. The message shows its value and place."""
+        return ConfigError(rule, key=self.key, value=self.value, place=self.place)
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[UserOption]:
@@ -88,7 +93,7 @@ def given_arguments(
         if not written.startswith("--") or written == "--":
             raise ConfigError("is not an option; options begin with --", key=written or "''", place=place)
         name, equals, inline = written.partition("=")
-        following = _values_after(argv, position)
+        following = list(takewhile(lambda text: not text.startswith("--"), argv[position + 1 :]))
         position += 1
         normal = normal_name(name)
         if normal in flags and not equals:
@@ -105,18 +110,9 @@ def given_arguments(
             one = UserOption(name, plain_scalar(text), place, text)
         earlier = seen.setdefault(normal, one)
         if earlier.value != one.value:
-            raise ConfigError(f"is already given ({earlier.place})", key=name, value=one.value, place=place)
+            raise one.error(f"is already given ({earlier.place})")
         if earlier is one:
             yield one
-
-
-def _values_after(argv: Sequence[str], position: int) -> list[str]:
-    found: list[str] = []
-    for text in argv[position + 1 :]:
-        if text.startswith("--"):
-            break
-        found.append(text)
-    return found
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:

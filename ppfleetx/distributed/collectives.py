@@ -45,12 +45,6 @@ def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> N
     _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
 
 
-def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Copy the tensors of the rank with number ``owner`` in ``group`` to all its ranks, in place."""
-    source = group.ranks[owner]
-    _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
-
-
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Sum a small tensor elementwise over ``group``. The sums are bitwise equal on all ranks."""

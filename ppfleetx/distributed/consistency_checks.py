@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -189,27 +190,17 @@ class NonFiniteSearch:
 
     def __enter__(self) -> Self:
         self.forward = self.backward = None
-        passes: dict[Any, int] = {}
+        self._passes: Counter[Any] = Counter()  # of a layer, by its number, and of a gradient, by its name
         for index, layer in self._stages:
-            self._hooks.append(
-                layer.register_forward_post_hook(
-                    lambda layer, _, out, index=index: self._look_at_output(index, layer, out, passes)
-                )
-            )
-            for parameter in layer.parameters():
-                if not parameter.stop_gradient:
-                    self._hooks.append(
-                        parameter.register_hook(
-                            lambda grad, p=parameter, index=index: self._look_at_gradient(
-                                index, p, grad, passes
-                            )
-                        )
-                    )
+            self._hooks.append(layer.register_forward_post_hook(partial(self._look_at_output, index)))
+            self._hooks += [
+                parameter.register_hook(partial(self._look_at_gradient, index, parameter))
+                for parameter in layer.parameters()
+                if not parameter.stop_gradient
+            ]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -218,23 +209,26 @@ class NonFiniteSearch:
     def place(self) -> NonFinitePlace | None:
         return self.forward or self.backward
 
-    def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
-        if not hasattr(out[0] if isinstance(out, tuple) else out, "detach"):
+    def _look_at_output(self, index: int, layer: nn.Layer, _: Any, out: Any) -> None:
+        out = out[0] if isinstance(out, tuple) else out
+        if not hasattr(out, "detach"):
             return  # lazily computed logits: nothing to check yet
-        number = passes[index] = passes.get(index, -1) + 1
-        if self.forward is None and not _is_finite(out[0] if isinstance(out, tuple) else out):
+        number = self._count(index)
+        if self.forward is None and not _is_finite(out):
             bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]
             name = f"layer {index} ({type(layer).__name__})"
             self.forward = NonFinitePlace(True, index, name, bad[0] if bad else "", number)
 
-    def _look_at_gradient(
-        self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
-    ) -> None:
+    def _count(self, place: int | str) -> int:
+        self._passes[place] += 1
+        return self._passes[place] - 1
+
+    def _look_at_gradient(self, index: int, parameter: Tensor, grad: Tensor | None) -> None:
         """Search the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is
         in ``parameter.main_grad``."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
-        number = passes[name] = passes.get(name, -1) + 1
+        number = self._count(name)
         if self.backward is None and not _is_finite(grad):
             self.backward = NonFinitePlace(False, index, f"layer {index}", name, number)
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.device_support import CPU, GPU, PLUGINS_ROOT, XPU, cpu_obstacle, how_to_get, no_such_card
+from ppfleetx.utils.device_support import CPU, GPU, PLUGINS_ROOT, XPU, how_to_get, no_such_card
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
 
 if TYPE_CHECKING:
@@ -193,12 +193,12 @@ def capability(device: str) -> tuple[int, int]:
     return paddle.device.cuda.get_device_capability(device)
 
 
-def computes_in(dtype: str) -> bool:
-    """Return whether this process's device can compute in ``dtype``, which is ``float16`` or ``bfloat16``."""
+def has_kernels(dtype: str) -> bool:
+    """Return whether the device is a card that computes in the 16-bit type ``dtype``."""
     import paddle
 
     if not on_card():
-        return cpu_obstacle(dtype) is None
+        return False
     # Paddle may lack the kernel, or warn and compute in float32 instead.
     try:
         with warnings.catch_warnings(), paddle.no_grad(), paddle.amp.auto_cast(dtype=dtype):
@@ -208,11 +208,6 @@ def computes_in(dtype: str) -> bool:
             return product.dtype == getattr(paddle, dtype) and product.astype("float32").tolist()[0][0] == 2.0
     except (RuntimeError, ValueError):
         return False
-
-
-def has_kernels(dtype: str) -> bool:
-    """Return whether the device is a card that computes in the 16-bit type ``dtype``."""
-    return on_card() and computes_in(dtype)
 
 
 def groups_messages(device: str) -> bool:

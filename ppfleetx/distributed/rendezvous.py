@@ -29,7 +29,6 @@ _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
 _SEND_SECONDS = 30.0
-_LONGEST_LINE = 64 << 20
 _SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
 
 
@@ -88,8 +87,6 @@ class JsonConnection:
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "connection closed")
         self._read += data
-        if len(self._read) > _LONGEST_LINE:
-            raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
     def buffered(self) -> Any:
         """Return the next message if all of it has been read from the connection, or None."""
@@ -198,10 +195,8 @@ class _Reception:
         self._where, self._size = "{}:{}".format(*point), size
         self._came: dict[int, Member] = {0: own}
         self._lines: dict[int, JsonConnection] = {}
-        self._numbers: dict[JsonConnection, int] = {}
-        self._strangers: dict[
-            JsonConnection, str
-        ] = {}  # connections that have not identified themselves -> address
+        # Addresses of connections that have not identified themselves.
+        self._strangers: dict[JsonConnection, str] = {}
         self._refused: list[str] = []
         self._selector = selectors.DefaultSelector()
 
@@ -254,7 +249,7 @@ class _Reception:
         except OSError as error:
             if line in self._strangers:
                 return False
-            name = self._came[self._numbers[line]].name
+            name = next(self._came[number].name for number, one in self._lines.items() if one is line)
             raise RendezvousError(
                 f"{name} ended before all had connected ({error.strerror})",
                 "look at its log (workerlog.N of its machine)",
@@ -262,10 +257,7 @@ class _Reception:
         return True if said is None else self._admit(line, said)
 
     def _admit(self, line: JsonConnection, said: Any) -> bool:
-        try:
-            name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
-        except (KeyError, TypeError):
-            return False
+        name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
         if number is None:
             name, number = f"{name} ({self._strangers[line]})", len(self._came)
         why = ""
@@ -280,7 +272,7 @@ class _Reception:
             return False
         del self._strangers[line]
         self._came[number] = Member(name, number, address and tuple(address))
-        self._lines[number], self._numbers[line] = line, number
+        self._lines[number] = line
         return True
 
     def _listed(self, numbers: Sequence[int]) -> str:
@@ -290,10 +282,8 @@ class _Reception:
 
     def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
         text = f"{self._listed(missing)} did not connect to {self._where} within {seconds:g} s"
-        refused = [*dict.fromkeys(self._refused)]
-        refused += [f"{origin}, which connected and sent nothing" for origin in self._strangers.values()]
-        if refused:
-            text += f"; turned away: {'; '.join(refused)}"
+        if self._refused:
+            text += f"; turned away: {'; '.join(dict.fromkeys(self._refused))}"
         return RendezvousError(
             text,
             "start all of them with the same address, and let them through a firewall; if one was started, "
@@ -323,19 +313,19 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
         if "refused" not in said:
             said = line.receive(deadline + MARGIN_SECONDS)
         if "refused" not in said:
-            addresses = [one and (str(one[0]), int(one[1])) for one in said["addresses"]]
+            addresses = [one and tuple(one) for one in said["addresses"]]
             return Members(said["number"], said["names"], addresses, {0: line})
     except TimeoutError as error:
         line.close()
         raise _silent(first, seconds, is_heard=is_heard) from error
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
         line.close()
         raise RendezvousError(
             f"{first} ended before all had connected, or what answers there is something else: {error}",
             "look at its log; does another program hold that port?",
         ) from error
     line.close()
-    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("fix")))
+    raise RendezvousError(f"{first} says: {said['refused']}", said["fix"])
 
 
 def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socket:

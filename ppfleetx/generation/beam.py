@@ -128,24 +128,16 @@ def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -
     return paddle.to_tensor(np.repeat(penalty, options.group_size, axis=0))
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    scores: list[float]
-    beams: list[int]
-    tokens: list[int]
-
-
-def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
+def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[list[tuple[float, int, int]]]:
+    """Return the likeliest candidates of each group, best first, as (score, beam, token)."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
     total = (scores + so_far.unsqueeze(-1)).reshape([len(groups), -1])
     values, places = largest(total, min(looked_at * size, size * vocab))
     beams, tokens = np.divmod(places.numpy(), vocab)
-    return [
-        _Candidates(*columns)
-        for columns in zip(values.numpy().tolist(), beams.tolist(), tokens.tolist(), strict=True)
-    ]
+    columns = zip(values.numpy().tolist(), beams.tolist(), tokens.tolist(), strict=True)
+    return [list(zip(*each, strict=True)) for each in columns]
 
 
 def _results(groups: Sequence[_Group], count: int) -> list[Row]:
@@ -176,12 +168,12 @@ class _Group:
         self.scores[0] = 0.0
         self.ids = [[] for _ in range(self.options.group_size)]
 
-    def advance(self, best: _Candidates) -> _Move:
+    def advance(self, best: Sequence[tuple[float, int, int]]) -> _Move:
         size, length = self.options.group_size, len(self.ids[0]) + 1
         is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
         # Only the N likeliest candidates can become results. The first N that do not end are the next beams.
-        for rank, (score, beam, token) in enumerate(zip(best.scores, best.beams, best.tokens, strict=True)):
+        for rank, (score, beam, token) in enumerate(best):
             if (is_last or token in self.end_ids) and rank < size:
                 self._finish(score, [*self.ids[beam], token])
             if token not in self.end_ids and len(kept) < size:

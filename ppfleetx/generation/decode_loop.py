@@ -21,8 +21,6 @@ from ppfleetx.generation.sampling_params import PLAIN, RowTokens, SamplingParams
 from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
-Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]
-"""Chooses tokens: (logits ``[b, V]``, row indices ``[b]``, step index) -> token ids ``[b]``."""
 OnToken = Callable[[int, int], bool]
 """Callback for new tokens: (row index, token id) -> whether to end the row after this token."""
 
@@ -79,10 +77,10 @@ class Row:
 
 def decode(
     session: DecodingSession,
-    choose: Choose,
     rules: Rules,
     max_new_tokens: Sequence[int],
     *,
+    streams: Sequence[RandomStream] = (),
     copies: int = 1,
     on_token: OnToken | None = None,
     num_top: int | None = None,
@@ -92,8 +90,8 @@ def decode(
 
     Args:
         session: holds the prompts; sequences that end are removed from it.
-        choose: chooses the next tokens from the logits to which ``rules`` were applied.
         max_new_tokens: the limit of new tokens of each prompt, at least 1.
+        streams: the random numbers of each sequence, for sampling. If empty, the likeliest tokens are chosen.
         copies: number of continuations per prompt.
         on_token: callback for each new token; returns whether the sequence ends after this token.
         num_top: number of alternatives to list with each token's log-probability. None: no log-probabilities.
@@ -109,7 +107,11 @@ def decode(
     for step in itertools.count():
         PROGRESS.beat(GENERATING)
         processed_logits = process(logits, session.rows, step, limits[active], rules)
-        tokens = choose(processed_logits, active, step).numpy()
+        if streams:
+            numbers = np.concatenate([streams[row].numbers(step) for row in active])
+            tokens = chosen(processed_logits, rules.options, numbers).numpy()
+        else:
+            tokens = processed_logits.argmax(-1).numpy()
         if num_top is not None:
             for row, score in zip(
                 active.tolist(), score_tokens(logits, tokens.tolist(), num_top), strict=True
@@ -152,26 +154,3 @@ def process(
         if is_last.any():
             logits = force(logits, rules.forced_eos_id, paddle.to_tensor(is_last))
     return logits
-
-
-def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
-    return logits.argmax(-1)
-
-
-class Sampler:
-    """Samples tokens at random. ``streams[i]`` is (prompt index, number of the continuation) for sequence i.
-    The random numbers of a sequence depend only on this pair, the seed, the step and the vocabulary size."""
-
-    def __init__(
-        self,
-        seed: int,
-        streams: Sequence[tuple[int, int]],
-        vocab_size: int,
-        options: SamplingParams = PLAIN,
-    ) -> None:
-        self._streams = [RandomStream(seed, prompt, copy, vocab_size) for prompt, copy in streams]
-        self._options = options
-
-    def __call__(self, logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
-        numbers = np.concatenate([self._streams[row].numbers(step) for row in rows])
-        return chosen(logits, self._options, numbers)

@@ -93,7 +93,8 @@ class NextTokenModel:
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
         """Run new ``tokens [b, s]`` int64 after the n columns (positions) of ``cache``, and return their
-        hidden states ``[s, b, h]`` before the head.
+        hidden states ``[s, b, h]`` before the head. Blocks and final norm run as one fused operator where
+        possible.
 
         Args:
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
@@ -104,22 +105,6 @@ class NextTokenModel:
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
         cache.extend(tokens.shape[1], visible, row_lengths)
-        return self._run_trunk(state, cache)
-
-    @contextmanager
-    def layer_by_layer(self) -> Iterator[None]:
-        """Context manager in which layers run one by one, so that their forward hooks are called. The
-        operator that fuses all layers would skip the hooks."""
-        self._layer_by_layer = True
-        try:
-            yield
-        finally:
-            self._layer_by_layer = False
-
-    def _run_trunk(self, state: tuple[paddle.Tensor, ...], cache: GrowingCache) -> paddle.Tensor:
-        """Run embedding, blocks and final norm, and return the hidden states ``[s, b, h]`` before the head.
-        Blocks and norm run as one fused operator where possible."""
-        position_ids = state[1]
         embedding, *rest, _ = self.model.stages
         state = embedding(state, cache)
         if self.switch_length is not None:
@@ -132,6 +117,16 @@ class NextTokenModel:
         for stage in rest:
             state = stage(state, cache)
         return state[0]
+
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """Context manager in which layers run one by one, so that their forward hooks are called. The
+        operator that fuses all layers would skip the hooks."""
+        self._layer_by_layer = True
+        try:
+            yield
+        finally:
+            self._layer_by_layer = False
 
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import paddle
 from paddle import nn
@@ -17,16 +18,23 @@ from ppfleetx.nn.cpu_ops.ops import MOST_ROWS
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.panel_matmul import InferenceLinear
-from ppfleetx.nn.positions import Rotary
+from ppfleetx.nn.positions import Rotary, RotaryEmbedding
 from ppfleetx.nn.quantized import QuantizedLinear
-from ppfleetx.nn.rope import RotaryEmbedding
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 1024, 1024
 """Limits of the fused operation for low-bit weights: rows, and columns to attend to. Beyond these, Paddle's
 operations are used, which compute attention faster."""
-AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
-"""Adds the matrix of a linear layer to the operator's weights. Returns False if the matrix is not
-available."""
+Operands = tuple[str, paddle.Tensor, paddle.Tensor | None]
+"""A linear layer's matrix for the operator: its format (one of `fused_blocks.FORMATS`), values and scales."""
+
+
+class PreparedCache(Protocol):
+    """A key/value cache for the fused operation, such as :class:`GrowingCache`."""
+
+    def prepare(
+        self, window: int | None, num_new: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
+        """See :meth:`GrowingCache.prepare`."""
 
 
 class FusedBlocks:
@@ -37,7 +45,7 @@ class FusedBlocks:
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         *self._blocks, self._final_norm = layers
         first: Block = self._blocks[0]
-        self.window, self._rotary = first.attention.window, first.attention.rotary
+        self._window, self._rotary = first.attention.window, first.attention.rotary
         self._epsilon: float = first.input_norm.epsilon
         self._forms: dict[bool, fused_blocks.BlockWeights | None] = {}
         linears = [linear for block in self._blocks for linear in linears_of(block)]
@@ -59,14 +67,8 @@ class FusedBlocks:
             return None
         is_single = num_rows == 1
         if is_single not in self._forms:
-            self._forms[is_single] = self.make_weights(partial(_add_linear, num_rows=num_rows))
+            self._forms[is_single] = self.make_weights(partial(_operands, num_rows=num_rows))
         return self._forms[is_single]
-
-    def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
-        """Return the cosine and sine of the rotary angles at positions ``[b, s]``; None if the model has no
-        rotary embedding.
-        """
-        return None if self._rotary is None else self._rotary.cos_sin(position_ids)
 
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
@@ -82,42 +84,35 @@ class FusedBlocks:
         if not cache.has_past:
             attention = self._blocks[0].attention
             cache.begin(len(self._blocks), hidden.shape[1], attention.num_groups, attention.head_dim)
-        return self.run_with(
-            weights,
-            hidden,
-            position_ids,
-            cache.first_new_column(),
-            cache.mask_if_needed(self.window),
-            cache.memory(),
-        )[0]
+        return self.run_with(weights, hidden, position_ids, cache)[0]
 
     def run_with(
         self,
         weights: fused_blocks.BlockWeights,
         hidden: paddle.Tensor,
         position_ids: paddle.Tensor,
-        column: paddle.Tensor,
-        penalty: paddle.Tensor | None,
-        memory: Sequence[paddle.Tensor],
+        cache: PreparedCache,
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Run all blocks and the final norm in the C++ operation on ``hidden [s, b, h]``, the hidden states
-        at new positions ``position_ids [b, s]``. ``memory`` holds the cached keys and values of all layers,
-        and ``column`` int64 [1] the index of the first new position in them. ``penalty`` is an additive
-        attention mask (None: the causal mask is enough). Returns the new hidden states ``[s, b, h]`` and the
-        tensors of ``memory``, updated in place."""
-        angles = self.angles(position_ids)
+        at new positions ``position_ids [b, s]``. Returns the new hidden states ``[s, b, h]``, and the cached
+        keys and values of all layers, updated in place."""
+        column, penalty, memory = cache.prepare(self._window, hidden.shape[0])
+        angles = None if self._rotary is None else self._rotary.cos_sin(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
-    def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """Collect all weights of the blocks in the layout of the C++ operation.
-        ``add_linear(weights, layer)`` adds the matrix of a linear layer; if it returns False, this method
-        returns None."""
+    def make_weights(
+        self, operands: Callable[[nn.Layer], Operands | None]
+    ) -> fused_blocks.BlockWeights | None:
+        """Collect all weights of the blocks in the layout of the C++ operation. ``operands(layer)`` gives the
+        matrix of a linear layer; if it returns None, this method returns None."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
             for linear in linears_of(block):
-                if not add_linear(made, linear):
+                found = operands(linear)
+                if found is None:
                     return None
+                made.add_linear(*found, linear.weight.shape[1], linear.bias)
             for norm in _norms(block):
                 made.add_norm(getattr(norm, "weight", None), getattr(norm, "bias", None))
         made.add_norm(self._final_norm.final_norm.weight, getattr(self._final_norm.final_norm, "bias", None))
@@ -214,13 +209,8 @@ def _is_known_linear(linear: nn.Layer) -> bool:
     return type(linear) in (InferenceLinear, QuantizedLinear) and not linear.sublayers()
 
 
-def _add_linear(weights: fused_blocks.BlockWeights, linear: nn.Layer, num_rows: int) -> bool:
-    columns = linear.weight.shape[1]
+def _operands(linear: nn.Layer, num_rows: int) -> Operands | None:
     if isinstance(linear, QuantizedLinear):
-        weights.add_linear(linear.matrix.panel_format, *linear.matrix.panels(), columns, linear.bias)
-        return True
+        return linear.matrix.panel_format, *linear.matrix.panels()
     found = linear.matrix.operands(num_rows)
-    if found is None:
-        return False
-    weights.add_linear(found[0], found[1], None, columns, linear.bias)
-    return True
+    return None if found is None else (*found, None)

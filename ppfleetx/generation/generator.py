@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 
 from ppfleetx.config.errors import ConfigError, DataError
@@ -18,9 +17,9 @@ from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.decode_loop import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
+from ppfleetx.generation.decode_loop import FinishReason, Row, Rules, decode
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
-from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
+from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.sampling_params import SamplingParams, check_ids, ended_by
 from ppfleetx.generation.speculative_decoding import MOST_ROWS, Assistant, ProposedRows, decode_with_drafts
@@ -75,27 +74,11 @@ class Batch:
     def seed(self) -> int:
         return self.default_seed if self.cfg.seed is None else self.cfg.seed
 
-    @property
-    def _all_streams(self) -> list[tuple[int, int]]:
-        return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
-
-    def exponentials(self, vocab_size: int) -> np.ndarray:
-        """Return the random numbers for sampling all steps, ``[rows, steps, n]`` float32, drawn from
-        Exp(1). A step of one row needs n numbers (`race_size`)."""
-        steps = max(self.max_new_tokens)
-        streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
-        return np.stack([stream.numbers(0, steps) for stream in streams])
-
-    def uniforms(self) -> np.ndarray:
-        """Return random numbers in [0, 1), ``[rows, steps]`` float32, for sampling with programs exported in
-        the older format 2."""
-        steps = max(self.max_new_tokens)
-        return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
-
-    def choose(self, vocab_size: int) -> Choose:
-        if self.is_greedy:
-            return greedy
-        return Sampler(self.seed, self._all_streams, vocab_size, self.options)
+    def random_streams(self, vocab_size: int) -> list[RandomStream]:
+        """Return the random numbers of each sequence. They do not depend on how prompts are divided into
+        batches."""
+        first = self.first_prompt
+        return [RandomStream(self.seed, first + prompt, copy, vocab_size) for prompt, copy in self.streams]
 
 
 @dataclass(frozen=True)
@@ -282,9 +265,9 @@ class Generator(TextGenerator):
     def _decode(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
         return decode(
             session,
-            batch.choose(self.next_token_model.vocab_size),
             self._rules(batch),
             batch.max_new_tokens,
+            streams=() if batch.is_greedy else batch.random_streams(self.next_token_model.vocab_size),
             copies=batch.cfg.num_return_sequences,
             on_token=lambda row, token_id: texts[row].feed(token_id),
             num_top=batch.cfg.logprobs,

@@ -30,7 +30,8 @@ class RandomStream:
     batch, or on NumPy's version."""
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
-        self._key, self._size = _key(seed, prompt, copy), race_size(vocab_size)
+        self._key = np.array([seed % 2**64, (prompt << 32) | copy], dtype=np.uint64)
+        self._size = race_size(vocab_size)
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
@@ -45,15 +46,10 @@ class RandomStream:
         halves = words.astype("<u8", copy=False).view("<u4").reshape(num_steps, -1)[:, : self._size]
         return -np.log((halves + 0.5) * 2.0**-32).astype(np.float32)
 
-
-def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """Return ``count`` random numbers in [0, 1), float32, for sampling one sequence: continuation number
-    ``copy`` of the prompt with index ``prompt``. Only programs exported in the older format 2 use them."""
-    return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
-
-
-def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
-    return np.array([seed % 2**64, (prompt << 32) | copy], dtype=np.uint64)
+    def uniforms(self, count: int) -> np.ndarray:
+        """Return ``count`` random numbers in [0, 1), float32. Only programs exported in the older format 2
+        use them."""
+        return np.random.Generator(np.random.Philox(key=self._key)).random(count, np.float32)
 
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:

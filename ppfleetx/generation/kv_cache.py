@@ -79,21 +79,21 @@ class GrowingCache:
         """Whether the cache held tokens before the current pass; False in the first pass."""
         return bool(self._past)
 
-    def memory(self) -> list[paddle.Tensor]:
-        """Return the tensors of the cache: the keys of layer 0, the values of layer 0, the keys of layer 1,
-        and so on. Each is [rows, key/value heads, allocated positions, head size]. In the first pass,
-        :meth:`begin` must be called first."""
-        return [held for _, pair in sorted(self._layers.items()) for held in pair]
+    def prepare(
+        self, window: int | None, num_new: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
+        """Prepare the cache for an operation that runs all layers at once. In the first pass, :meth:`begin`
+        must be called first.
 
-    def first_new_column(self) -> paddle.Tensor:
-        return paddle.to_tensor(np.array([self._past]))
-
-    def mask_if_needed(self, window: int | None) -> paddle.Tensor | None:
-        """Return the additive attention mask for a layer with a sliding window of ``window`` positions (None:
-        no window). Returns None if the causal mask is enough."""
-        if window is None and self._visible.all():
-            return None
-        return self._penalty(window, self.memory()[0].shape[2])
+        Returns:
+            The index of the first new position, int64 ``[1]``; the additive attention mask, or None if the
+            causal mask is enough; and the keys and values of layer 0, of layer 1, and so on, each [rows,
+            key/value heads, allocated positions, head size].
+        """
+        memory = [held for _, pair in sorted(self._layers.items()) for held in pair]
+        is_causal = window is None and self._visible.all()
+        penalty = None if is_causal else self._penalty(window, memory[0].shape[2])
+        return paddle.to_tensor(np.array([self._past])), penalty, memory
 
     def _penalty(self, window: int | None, num_columns: int) -> paddle.Tensor:
         if window not in self._penalties:

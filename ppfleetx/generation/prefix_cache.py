@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
@@ -50,14 +49,15 @@ class PrefixStore:
     ) -> list[SeededPrompts]:
         """Divide new prompts into groups of consecutive prompts that start with the same cached prefix and
         can run as one batch. ``are_long`` says which prompts use LongRoPE's factors for long sequences."""
-        kinds = are_long or [False] * len(prompts)
-        found = [
-            (prompt, *self._longest_prefix(prompt, kind)) for prompt, kind in zip(prompts, kinds, strict=True)
-        ]
-        keyed = zip(kinds, found, strict=True)
-        grouped = groupby(keyed, key=lambda pair: (pair[0], *pair[1][0][: pair[1][1]]))
-        parts = [[one for _, one in members] for _, members in grouped]
-        return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
+        groups: list[SeededPrompts] = []
+        last = None
+        for prompt, is_long in zip(prompts, are_long or [False] * len(prompts), strict=True):
+            length, layers = self._longest_prefix(prompt, is_long)
+            if (beginning := (is_long, *prompt[:length])) != last:
+                groups.append(SeededPrompts([], length, layers))
+            groups[-1].prompts.append(prompt)
+            last = beginning
+        return groups
 
     def wants(self, tokens: Sequence[int], is_long: bool = False) -> bool:
         """Return whether the keys and values of the sequence ``tokens`` are worth storing: at least

@@ -36,28 +36,13 @@ stop writing white space."""
 
 
 class Grammar:
-    """A grammar for structured output, such as a JSON schema. It determines which tokens may come next.
-    ``grammar`` and ``tokenizer`` are in llguidance's format. Raises ConfigError if the grammar is invalid."""
+    """The grammar of the output format ``form``, such as a JSON schema. It determines which tokens may come
+    next. The output ends with one of the tokens ``end_ids``. Raises ConfigError if llguidance is missing or
+    does not support the format, or if there is no tokenizer or no end token."""
 
-    def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
-        from llguidance import LLMatcher
-
-        start = LLMatcher(tokenizer, grammar, log_level=0)
-        if start.is_error():
-            raise ConfigError(_reason(start.get_error()), key=_KEY)
-        start.compute_bitmask()
-        if start.is_error():
-            raise ConfigError("no text can begin this form", key=_KEY)
-        self._start, self._vocab_size = start, vocab_size
-        self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
-
-    @classmethod
-    def of(
-        cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
-    ) -> Grammar:
-        """Build the grammar for the output format ``form``. The output ends with one of the tokens
-        ``end_ids``. Raises ConfigError if llguidance is missing or does not support the format, or if there
-        is no tokenizer or no end token."""
+    def __init__(
+        self, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
+    ) -> None:
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):
@@ -71,7 +56,16 @@ class Grammar:
             grammar = _grammar(form)
         except ValueError as error:
             raise ConfigError(str(error), key=_KEY) from error
-        return cls(grammar, _tokenizer(tokenizer, end_ids), tokenizer.vocab_size)
+        from llguidance import LLMatcher
+
+        start = LLMatcher(_tokenizer(tokenizer, end_ids), grammar, log_level=0)
+        if start.is_error():
+            raise ConfigError(_reason(start.get_error()), key=_KEY)
+        start.compute_bitmask()
+        if start.is_error():
+            raise ConfigError("no text can begin this form", key=_KEY)
+        self._start, self._vocab_size = start, tokenizer.vocab_size
+        self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
         """Return a bool array ``[V]``: whether each token of the vocabulary may come next after the generated
@@ -161,7 +155,7 @@ class SamplingParams:
         known |= {
             "logit_bias": tuple(sorted(options.logit_bias.items())),
             "bad_words": tuple(dict.fromkeys(words)),
-            "structured_outputs": None if form is None else Grammar.of(form, tokenizer, end_ids),
+            "structured_outputs": None if form is None else Grammar(form, tokenizer, end_ids),
         }
         return cls(**known)
 

@@ -121,12 +121,14 @@ def decode_with_drafts(
             if assistant is not None:
                 assistant.select(going_on)
         if assistant is None:
-            count = best_draft_count([row.draft() for row in rows])
+            drafts = [look_up(np.array(row.history), row.width).tolist() for row in rows]
+            count = best_draft_count([len(own) for own in drafts])
         else:
             drafts = assistant.propose([row.history for row in rows], [row.width for row in rows])
-            count = max(row.set_drafts(own) for row, own in zip(rows, drafts, strict=True))
-        count = min(count, batch.max_drafts)
-        logits = batch.logits_with_drafts([row.first_drafts(count) for row in rows])
+            count = max(len(own) for own in drafts)
+        for row, own in zip(rows, drafts, strict=True):
+            row.drafts = own[: min(count, batch.max_drafts)]
+        logits = batch.logits_with_drafts([row.drafts for row in rows])
 
 
 class _DraftedRow:
@@ -135,7 +137,8 @@ class _DraftedRow:
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, max_drafts: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
-        self._most, self._width, self._drafts = max_drafts, 1, []
+        self._most, self._width = max_drafts, 1
+        self.drafts: list[int] = []
 
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
@@ -155,29 +158,17 @@ class _DraftedRow:
             goes_on = self.result.add(token, is_last=token in rules.end_ids or is_stopped)
             new.append(token)
             self.history.append(token)
-            if not goes_on or new != self._drafts[: len(new)]:
+            if not goes_on or new != self.drafts[: len(new)]:
                 break
-        if self._drafts:
+        if self.drafts:
             right = len(new) - 1
-            self._width = next_width(self._width, right, self._most, right == len(self._drafts))
+            self._width = next_width(self._width, right, self._most, right == len(self.drafts))
         return new
 
     @property
     def width(self) -> int:
+        """The number of tokens to draft for the next pass."""
         return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
-
-    def draft(self) -> int:
-        """Look up draft tokens in the sequence's own text, and set them for the next pass. Returns their
-        number."""
-        return self.set_drafts(look_up(np.array(self.history), self.width).tolist())
-
-    def set_drafts(self, drafts: list[int]) -> int:
-        self._drafts = drafts
-        return len(drafts)
-
-    def first_drafts(self, count: int) -> list[int]:
-        self._drafts = self._drafts[:count]
-        return self._drafts
 
     def _choose(self, logits: paddle.Tensor, rules: Rules) -> int:
         limits = np.array([self.result.max_new_tokens])

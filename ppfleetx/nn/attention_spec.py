@@ -286,7 +286,7 @@ class LatentAttentionSpec:
         score_factor: factor of the scores, in addition to ``1 / sqrt(head_dim)``.
     """
 
-    layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.latent_attention:LatentAttention"
+    layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.attention:LatentAttention"
 
     hidden_size: int
     num_heads: int

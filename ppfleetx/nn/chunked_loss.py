@@ -70,17 +70,14 @@ class ChunkedHead(nn.Layer):
 
     Args:
         num_pieces: number of chunks of positions; 1: the head always returns logits.
-        matmul: multiplies by the head's weight. It must not defer weight gradients.
+        matmul: multiplies by the head's weight. Weight gradients are not deferred, because they are complete
+            before the backward pass begins.
     """
 
-    def __init__(
-        self, num_pieces: int = 1, matmul: Matmul | None = None, *, softcap: float | None = None
-    ) -> None:
+    def __init__(self, num_pieces: int, matmul: Matmul, *, softcap: float | None = None) -> None:
         super().__init__()
-        self.softcap = softcap
-        self.num_pieces, self._loss_follows = num_pieces, False
-        # Weight gradients are not deferred, because they are complete before the backward pass begins.
-        self._matmul = matmul or Matmul()
+        self.num_pieces, self._matmul, self.softcap = num_pieces, matmul, softcap
+        self._loss_follows = False
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
@@ -112,11 +109,10 @@ class ChunkedHead(nn.Layer):
     def logits_in_chunks(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
         with paddle.no_grad():
             whole = self.entered(hidden)
-            weight, bias, is_transposed = self.matrix()
+            head = _HeadMatrix(*self.matrix(), self._matmul, self.capped)
         for begin, end in _edges(whole.shape[0], self.num_pieces):
             with paddle.no_grad():
-                piece = self._matmul.apart(whole[begin:end], weight, bias, is_transposed, weight)
-                piece = self.capped(piece)
+                piece = head.logits(whole[begin:end], *head.parameters)
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
@@ -127,13 +123,11 @@ class ChunkedHead(nn.Layer):
             whole: hidden states ``[s, b, h]`` of all chunks.
         """
         weight, bias, is_transposed = self.matrix()
+        head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
         if paddle.is_grad_enabled():
-            head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
             return _LossInPieces.apply(whole, weight, bias, head, target, self.num_pieces)
         return [
-            target.function(
-                self.capped(self._matmul.apart(piece, weight, bias, is_transposed, weight)), labels, mask
-            )
+            target.function(head.logits(piece, weight, bias), labels, mask)
             for piece, labels, mask in _pieces(whole, target, self.num_pieces)
         ]
 

@@ -31,94 +31,44 @@ class FusedOperator:
     """One row of the table of fused operators.
 
     Attributes:
-        does: a description of the operator.
         kernels: names of Paddle's kernels, forward and backward, that must exist for the element type.
-        trial: ``module:function`` that runs the fused operator and its composite on small tensors.
         types: element types that the operator is used with.
         of_plugin: name of the equivalent operator of a device plugin, used instead on the plugin's device.
+        trials: module whose function with the operator's name runs the operator and its composite on small
+            tensors.
         exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower. On a CPU, the
             setting ``auto`` uses only such operators.
     """
 
-    does: str
     kernels: tuple[str, ...]
-    trial: str
     types: tuple[str, ...] = ("float32", *HALF_TYPES)
     of_plugin: str = ""
+    trials: str = "ppfleetx.nn.fused_trials"
     exact_on_cpu: bool = False
 
 
-_LAYER_TRIALS = "ppfleetx.nn.fused_trials"
 _OPTIMIZER_TRIALS = "ppfleetx.optims.fused_trials"
 
 TABLE: Mapping[FusedName, FusedOperator] = {
-    "adamw": FusedOperator(
-        "AdamW for all float32 parameters in a few kernels instead of one per parameter",
-        ("fused_adam",),
-        f"{_OPTIMIZER_TRIALS}:adamw",
-        types=("float32",),
-        exact_on_cpu=True,
-    ),
-    "grad_norm": FusedOperator(
-        "squared norm of all small gradients as that of one tensor",
-        ("squared_l2_norm", "concat"),
-        f"{_OPTIMIZER_TRIALS}:grad_norm",
-        types=("float32",),
-    ),
-    "grad_scale": FusedOperator(
-        "clipping and loss-scale division of all gradients in one kernel",
-        ("check_finite_and_unscale",),
-        f"{_OPTIMIZER_TRIALS}:grad_scale",
-        types=("float32",),
-    ),
-    "rms_norm": FusedOperator(
-        "RMSNorm: mean square, root and gain",
-        ("rms_norm", "rms_norm_grad"),
-        f"{_LAYER_TRIALS}:rms_norm",
-        of_plugin="rms_norm_npu",
-    ),
+    "adamw": FusedOperator(("fused_adam",), types=("float32",), trials=_OPTIMIZER_TRIALS, exact_on_cpu=True),
+    "grad_norm": FusedOperator(("squared_l2_norm", "concat"), types=("float32",), trials=_OPTIMIZER_TRIALS),
+    "grad_scale": FusedOperator(("check_finite_and_unscale",), types=("float32",), trials=_OPTIMIZER_TRIALS),
+    "rms_norm": FusedOperator(("rms_norm", "rms_norm_grad"), of_plugin="rms_norm_npu"),
     "rope": FusedOperator(
-        "the rotation of queries and keys by their positions",
-        ("fused_rotary_position_embedding", "fused_rotary_position_embedding_grad"),
-        f"{_LAYER_TRIALS}:rope",
-        of_plugin="fused_rope",
+        ("fused_rotary_position_embedding", "fused_rotary_position_embedding_grad"), of_plugin="fused_rope"
     ),
-    "swiglu": FusedOperator(
-        "SwiGLU: SiLU of the gate times the up projection",
-        ("swiglu", "swiglu_grad"),
-        f"{_LAYER_TRIALS}:swiglu",
-    ),
+    "swiglu": FusedOperator(("swiglu", "swiglu_grad")),
     "causal_softmax": FusedOperator(
-        "causal mask and softmax of attention scores, where flash attention does not run",
-        ("fused_softmax_mask_upper_triangle", "fused_softmax_mask_upper_triangle_grad"),
-        f"{_LAYER_TRIALS}:causal_softmax",
+        ("fused_softmax_mask_upper_triangle", "fused_softmax_mask_upper_triangle_grad")
     ),
     "packed_attention": FusedOperator(
-        "flash attention that takes queries, keys and values as one tensor",
-        ("flash_attn_qkvpacked", "flash_attn_qkvpacked_grad"),
-        f"{_LAYER_TRIALS}:packed_attention",
-        types=HALF_TYPES,
+        ("flash_attn_qkvpacked", "flash_attn_qkvpacked_grad"), types=HALF_TYPES
     ),
-    "plugin_attention": FusedOperator(
-        "flash attention of a device plugin; on GPUs only Model.attention_kernel decides",
-        (),
-        f"{_LAYER_TRIALS}:plugin_attention",
-        types=HALF_TYPES,
-        of_plugin="flash_attention_npu",
-    ),
-    "linear_grad_add": FusedOperator(
-        "gradient of a 16-bit weight, accumulated in float32 by the same kernel",
-        ("fused_linear_param_grad_add",),
-        f"{_LAYER_TRIALS}:linear_grad_add",
-        types=HALF_TYPES,
-    ),
-    "weight_cast": FusedOperator(
-        "weights converted to 16 bits once per step at O1, not in every product",
-        ("cast",),
-        f"{_LAYER_TRIALS}:weight_cast",
-        types=HALF_TYPES,
-    ),
+    "plugin_attention": FusedOperator((), types=HALF_TYPES, of_plugin="flash_attention_npu"),
+    "linear_grad_add": FusedOperator(("fused_linear_param_grad_add",), types=HALF_TYPES),
+    "weight_cast": FusedOperator(("cast",), types=HALF_TYPES),
 }
+"""The fused operators by name. docs/numerics.md says what each of them replaces."""
 
 
 class FusedOps:
@@ -243,7 +193,7 @@ def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | No
     """Return the results of the trials of ``pairs`` (operator, element type), in the same order. Trials
     without a cached result are run first: on a CPU in this process, otherwise in a child process."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
-    trials = [(TABLE[name].trial, dtype) for name, dtype in new]
+    trials = [(f"{TABLE[name].trials}:{name}", dtype) for name, dtype in new]
     if not is_card(device):
         results = [difference(load_target(place), dtype) for place, dtype in trials]
     else:

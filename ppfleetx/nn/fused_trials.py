@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import paddle
@@ -15,7 +16,7 @@ from ppfleetx.nn.flash import flash_attention, packed_flash_attention
 from ppfleetx.nn.fused_ops import FusedOps
 from ppfleetx.nn.fused_trial_process import Pairs
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 
 Function = Callable[..., paddle.Tensor]
 
@@ -46,46 +47,29 @@ def swiglu(dtype: str) -> Pairs:
 
 def causal_softmax(dtype: str) -> Pairs:
     """Compare the fused causal softmax with the reference attention, with grouped key heads."""
-    query, key, value = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
-    fused, plain = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]})), KernelOptions()
-    dropout = _no_dropout()
-
-    def attention(options: KernelOptions) -> Function:
-        return lambda q, k, v: attention_kernels.reference_attention(q, k, v, None, dropout, options)
-
-    yield from _both(attention(fused), attention(plain), [query, key, value])
+    inputs = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
+    fused = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]}))
+    yield from _both(partial(_reference, options=fused), _reference, inputs)
 
 
 def packed_attention(dtype: str) -> Pairs:
     """Compare flash attention of packed queries, keys and values with the reference attention."""
-    dropout = _no_dropout()
 
     def reference(qkv: paddle.Tensor) -> paddle.Tensor:
         query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
-        context = attention_kernels.reference_attention(
-            query.unsqueeze(2), key, value, None, dropout, KernelOptions()
-        )
-        return context.transpose([3, 0, 1, 2, 4]).flatten(2)
+        return _reference(query.unsqueeze(2), key, value).transpose([3, 0, 1, 2, 4]).flatten(2)
 
-    def packed(qkv: paddle.Tensor) -> paddle.Tensor:
-        return packed_flash_attention(qkv, dropout)
-
+    packed = partial(packed_flash_attention, dropout=_no_dropout())
     yield from _both(packed, reference, _random(dtype, [32, 2, 2, 3, 64]))
 
 
 def plugin_attention(dtype: str) -> Pairs:
     """Compare a plugin's attention operator with the reference attention, for one and several documents."""
-    dropout = _no_dropout()
     inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
     starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
     for start in (None, starts):
-        yield from _both(
-            lambda q, k, v, start=start: flash_attention(q, k, v, start, dropout),
-            lambda q, k, v, start=start: attention_kernels.reference_attention(
-                q, k, v, start, dropout, KernelOptions()
-            ),
-            inputs,
-        )
+        plugin = partial(flash_attention, document_start=start, dropout=_no_dropout())
+        yield from _both(plugin, partial(_reference, start=start), inputs)
 
 
 def linear_grad_add(dtype: str) -> Pairs:
@@ -128,6 +112,17 @@ def _no_dropout() -> nn.Layer:
     dropout = nn.Dropout(0.0)
     dropout.train()
     return dropout
+
+
+def _reference(
+    query: paddle.Tensor,
+    key: paddle.Tensor,
+    value: paddle.Tensor,
+    start: paddle.Tensor | None = None,
+    options: KernelOptions | None = None,
+) -> paddle.Tensor:
+    options = options or KernelOptions()
+    return attention_kernels.reference_attention(query, key, value, start, _no_dropout(), options)
 
 
 def _both(fused: Function, plain: Function, inputs: list[paddle.Tensor]) -> Pairs:

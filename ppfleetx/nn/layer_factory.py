@@ -4,7 +4,6 @@ effects of a parallel plan on layers are in this file."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import paddle
@@ -19,7 +18,7 @@ from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import gather_rows, sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.context_parallel import AttentionStrategy, Ulysses
-from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
+from ppfleetx.nn.fake_quant import FakeQuantizer, Reduce, unreduced
 from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layer_spec import (
     LayerSpec,
@@ -38,17 +37,16 @@ from ppfleetx.nn.layers import (
 )
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.lora_and_quant_specs import adapter, linear_kind, quantizer, quantizer_numbers
-from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.loss import token_loss, token_scores
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.mlp_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import PerHeadNorm, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.panel_matmul import InferenceLinear
-from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
+from ppfleetx.nn.param_spec import ParamSpec, Placement, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_dispatcher import TokenDispatcher
-from ppfleetx.nn.token_scores import token_scores
 
 # Zeros instead of Paddle's random values, which build_stage would replace.
 _ZEROS = nn.initializer.Constant(0.0)
@@ -133,26 +131,27 @@ class LocalFactory:
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         keeps = self.keeps_weights or linear.weight.stop_gradient
-        return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
-
-    def _declared_quantizer(self, fake: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
+        fake = FakeQuantizer(cfg, **self._maxima(linear, cfg), follows=follows, keeps=keeps)
         matrix, split = linear.weight.spec, self.sequence_parallel
-        return self._declared(fake, quantizer(matrix, quantizer_numbers(fake.cfg), sequence_parallel=split))
+        return self._declared(fake, quantizer(matrix, quantizer_numbers(cfg), sequence_parallel=split))
+
+    def _maxima(self, linear: nn.Layer, cfg: QuantizationConfig) -> dict[str, Reduce]:
+        """Return how a fake quantizer takes maxima over the ranks whose slices share a scale."""
+        return {}
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        return self._adapter(linear, cfg, self.dropout(cfg.dropout))
-
-    def _adapter(
-        self,
-        linear: nn.Layer,
-        cfg: LoraConfig,
-        dropout: nn.Layer,
-        join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
-    ) -> LoraBranch:
-        specs = adapter(_matrix_of(linear), cfg.rank, sequence_parallel=self.sequence_parallel)
+        matrix, split = _matrix_of(linear), self.sequence_parallel
+        cut, specs = matrix.placement("mp"), adapter(matrix, cfg.rank, sequence_parallel=split)
         a, b = (placed(specs[name], self.mesh, self.rank).local_shape for name in "ab")
-        branch = LoraBranch(a, b, scale=cfg.scale, dropout=dropout, join=join, matmul=self.matmul)
+        dropout = self.dropout(cfg.dropout, inside_heads=cut == Shard(0))
+        branch = LoraBranch(
+            a, b, scale=cfg.scale, dropout=dropout, join=self._join_of(cut), matmul=self.matmul
+        )
         return self._declared(branch, specs)
+
+    def _join_of(self, cut: Placement) -> Callable[[paddle.Tensor], paddle.Tensor] | None:
+        """Return the communication between the two products of an adapter whose matrix is cut like this."""
+        return None
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         made = QuantizedGroupedLinear if isinstance(linear, GroupedLinear) else QuantizedLinear
@@ -201,7 +200,7 @@ class LocalFactory:
         return hidden
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        return self.matmul.transposed(self.enter_head(hidden), weight)
+        return self.matmul.linear(self.enter_head(hidden), weight, is_transposed=True)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         return self.attention.positions(ids)
@@ -304,25 +303,18 @@ class TensorParallelFactory(LocalFactory):
         if spec.cut == "rows":
             layer.mp_skip_c_identity = True  # skips a copy of the gradient
         elif self.exchange is not None:
-            layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
+            layer.forward = lambda x: layer.linear(x, layer.weight, layer.bias, exchange=self.exchange)
         elif not self.sequence_parallel:  # fleet's c_identity is missing in plugins for bfloat16
             layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
 
-    def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Make a fake quantizer for ``linear``. Its maxima are taken over the ranks whose slices share a
-        scale."""
+    def _maxima(self, linear: nn.Layer, cfg: QuantizationConfig) -> dict[str, Reduce]:
         has_sliced_input = linear.weight.spec.placement("mp") == Shard(0)
-        per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
-        own_channels = per_channel and not has_sliced_input
-        fake = FakeQuantizer(
-            cfg,
-            over_weight=unreduced if own_channels else self._largest,
-            over_input=self._largest if has_sliced_input else unreduced,
-            follows=follows,
-            keeps=self.keeps_weights or linear.weight.stop_gradient,
-        )
-        return self._declared_quantizer(fake, linear)
+        own_channels = cfg.weight_quantize_type == "channel_wise_abs_max" and not has_sliced_input
+        return {
+            "over_weight": unreduced if own_channels else self._largest,
+            "over_input": self._largest if has_sliced_input else unreduced,
+        }
 
     def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
         from paddle import distributed
@@ -330,21 +322,17 @@ class TensorParallelFactory(LocalFactory):
         distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX, group=self.group)
         return maxima
 
-    def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        cut = _matrix_of(linear).placement("mp")
-        join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
-        return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
+    def _join_of(self, cut: Placement) -> Callable[[paddle.Tensor], paddle.Tensor] | None:
+        return {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Make a quantized linear. With sliced input features, its product is a partial sum; with sliced
         output features, the gradient of its input is a partial sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
-        made = partial(QuantizedLinear, linear, form, declare=self.declare)
         cut = linear.weight.spec.placement("mp")
-        if cut == Shard(0):
-            return made(leave=self._sum_parts)
-        return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
+        enter, leave = (self._join_of(cut) if cut == Shard(dim) else None for dim in (1, 0))
+        return QuantizedLinear(linear, form, declare=self.declare, enter=enter, leave=leave)
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedEmbedding(embedding, form, declare=self.declare, join=self._sum)
@@ -407,4 +395,4 @@ class TensorParallelFactory(LocalFactory):
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         if self.exchange is None:
             return super().tied_logits(hidden, weight)
-        return self.matmul.column(hidden, weight, None, self.exchange, is_transposed=True)
+        return self.matmul.linear(hidden, weight, is_transposed=True, exchange=self.exchange)

@@ -128,27 +128,41 @@ class Matmul:
     # -- products
 
     def linear(
-        self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None, name: Any = None
-    ) -> paddle.Tensor:
-        """Return ``x [..., in] @ weight [in, out] + bias``, with the signature of ``F.linear``."""
-        return self._multiply(x, weight, bias, False, None)
-
-    def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Multiply ``x [..., in]`` by the transpose of ``weight [out, in]``."""
-        return self._multiply(x, weight, None, True, None)
-
-    def column(
         self,
         x: paddle.Tensor,
         weight: paddle.Tensor,
-        bias: paddle.Tensor | None,
-        exchange: Exchange,
+        bias: paddle.Tensor | None = None,
+        name: Any = None,
         *,
         is_transposed: bool = False,
+        exchange: Exchange | None = None,
     ) -> paddle.Tensor:
-        """Multiply ``x`` by this rank's slice of a column-parallel weight. In the backward pass, the input's
-        gradient is reduced over the ranks while the weight's gradient is computed."""
-        return self._multiply(x, weight, bias, is_transposed, exchange)
+        """Return ``x [..., in] @ weight [in, out] + bias``. The positional arguments are those of
+        ``F.linear``.
+
+        Args:
+            is_transposed: whether the weight is stored as ``[out, in]``; there is then no bias.
+            exchange: with this rank's slice of a column-parallel weight: in the backward pass, the input's
+                gradient is reduced over the ranks while the weight's gradient is computed.
+        """
+        if not paddle.in_dynamic_mode():  # while exporting
+            return _product(x, weight, bias, is_transposed)
+        on_cpu = bfloat16.are_active()
+        weight, bias = self._low(weight), None if bias is None else self._low(bias)
+        trains = paddle.is_grad_enabled() and not weight.stop_gradient
+        adds = trains and self.adds_to_main_gradient(weight)
+        goes_on = paddle.is_grad_enabled() and not x.stop_gradient
+        defers, overlaps = self.defers and trains and goes_on, exchange is not None and goes_on
+        if exchange is not None and not overlaps:
+            x, exchange = exchange.whole(x), None
+        if not (on_cpu or adds or defers or overlaps):
+            return _product(x, weight, bias, is_transposed)
+        self.uses["overlapped"] += overlaps
+        if on_cpu:
+            work = _CpuWork(weight, self.value(weight), is_transposed, exchange)
+        else:
+            work = _Work(weight, is_transposed, exchange, self._add if adds else None)
+        return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """Return the detached tensor to pass as ``leaf`` to :meth:`apart`. This is the 16-bit copy of
@@ -190,33 +204,6 @@ class Matmul:
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         defers = self.defers and trains and not x.stop_gradient
         work = _GroupedWork(weight, counts)
-        return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
-
-    def _multiply(
-        self,
-        x: paddle.Tensor,
-        weight: paddle.Tensor,
-        bias: paddle.Tensor | None,
-        is_transposed: bool,
-        exchange: Exchange | None,
-    ) -> paddle.Tensor:
-        if not paddle.in_dynamic_mode():  # while exporting
-            return _product(x, weight, bias, is_transposed)
-        on_cpu = bfloat16.are_active()
-        weight, bias = self._low(weight), None if bias is None else self._low(bias)
-        trains = paddle.is_grad_enabled() and not weight.stop_gradient
-        adds = trains and self.adds_to_main_gradient(weight)
-        goes_on = paddle.is_grad_enabled() and not x.stop_gradient
-        defers, overlaps = self.defers and trains and goes_on, exchange is not None and goes_on
-        if exchange is not None and not overlaps:
-            x, exchange = exchange.whole(x), None
-        if not (on_cpu or adds or defers or overlaps):
-            return _product(x, weight, bias, is_transposed)
-        self.uses["overlapped"] += overlaps
-        if on_cpu:
-            work = _CpuWork(weight, self.value(weight), is_transposed, exchange)
-        else:
-            work = _Work(weight, is_transposed, exchange, self._add if adds else None)
         return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     # -- 16-bit copies of weights
@@ -513,7 +500,11 @@ class _Matmul(PyLayer):
             has_bias, has_weight = ctx.tensors
             gradients = [of_input]
             if has_bias:
-                gradients.append(_of_bias(work, upstream, ctx.bias_dtype, of_bias))
+                if ctx.bias_dtype is None:  # a frozen bias
+                    of_bias = None
+                elif of_bias is None:
+                    of_bias = in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), ctx.bias_dtype)
+                gradients.append(of_bias)
             if has_weight:
                 gradients.append(of_weight)
         return tuple(gradients)
@@ -538,19 +529,6 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
         rest = _WeightGradient(work, x, upstream)
         of_weight = rest.compute() if ctx.defer is None else ctx.defer(rest)
     return (of_input if finish is None else finish()), of_weight
-
-
-def _of_bias(
-    work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
-) -> paddle.Tensor | None:
-    """Return the gradient of the bias; None if the bias is frozen.
-
-    Args:
-        known: the gradient, if it has been computed already.
-    """
-    if dtype is None or known is not None:
-        return None if dtype is None else known
-    return in_dtype(in_dtype(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):

@@ -43,32 +43,31 @@ def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
     return relu(x).square()
 
 
-def _gate_and_up(x: paddle.Tensor) -> list[paddle.Tensor]:
+def _gated(
+    x: paddle.Tensor, combine: Callable[[paddle.Tensor, paddle.Tensor], paddle.Tensor]
+) -> paddle.Tensor:
+    """Return ``combine(gate, up)`` for ``x [s, b, 2 * ffn]``, whose last dimension alternates gate and up."""
+    s, b, width = x.shape
     # One transpose separates the pairs; strided slices are ten times slower on a CPU.
-    return x.reshape([-1, 2]).transpose([1, 0]).unbind(0)
+    gate, up = x.reshape([-1, 2]).transpose([1, 0]).unbind(0)
+    return combine(gate, up).reshape([s, b, width // 2])
 
 
 def swiglu(x: paddle.Tensor) -> paddle.Tensor:
     """Return silu(gate) * up for ``x [s, b, 2 * ffn]``, whose last dimension alternates gate and up."""
-    s, b, width = x.shape
-    gate, up = _gate_and_up(x)
-    return (F.silu(gate) * up).reshape([s, b, width // 2])
+    return _gated(x, lambda gate, up: F.silu(gate) * up)
 
 
 def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     """Return gelu(gate) * up (Shazeer, 2020) with the tanh form of GELU. The last dimension of ``x``
     alternates gate and up."""
-    s, b, width = x.shape
-    gate, up = _gate_and_up(x)
-    return (gelu_tanh(gate) * up).reshape([s, b, width // 2])
+    return _gated(x, lambda gate, up: gelu_tanh(gate) * up)
 
 
 def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
     """Return silu(gate) * up, computed by one fused kernel after a copy that separates gate and up. The last
     dimension of ``x [s, b, 2 * ffn]`` alternates gate and up."""
-    s, b, width = x.shape
-    gate, up = _gate_and_up(x)
-    return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])
+    return _gated(x, _C_ops.swiglu)
 
 
 class Activation:

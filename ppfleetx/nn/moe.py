@@ -211,7 +211,8 @@ class Order:
 
     Args:
         choice: ``[positions, top_k]``, experts of each position.
-        kept: ``[positions, top_k]``, 1 for kept choices, 0 for dropped ones; None: all are kept.
+        kept: ``[positions, top_k]``, 1 for choices within the experts' capacity, 0 for dropped ones; None:
+            all are kept.
 
     Attributes:
         counts: ``[experts]`` int64, number of rows of each expert.
@@ -219,8 +220,7 @@ class Order:
 
     @paddle.no_grad()
     def __init__(self, choice: paddle.Tensor, num_experts: int, kept: paddle.Tensor | None) -> None:
-        self._k = choice.shape[1]
-        self._kept = kept
+        self._k, self.kept = choice.shape[1], kept
         experts = choice.reshape([-1])
         if kept is not None:  # dropped choices are sorted last and removed
             experts = paddle.where(kept.reshape([-1]) > 0, experts, paddle.full([], num_experts, "int64"))
@@ -250,8 +250,8 @@ class Order:
             outputs: one row per kept choice, sorted by expert.
             weights: ``[positions, top_k]``. Weights of dropped choices are ignored.
         """
-        if self._kept is not None:
-            weights = weights * self._kept
+        if self.kept is not None:
+            weights = weights * self.kept
         weights = weights.astype(outputs.dtype)
         if not paddle.in_dynamic_mode():
             return self.add_up(outputs, weights)
@@ -270,7 +270,7 @@ class Order:
             weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
                 None: the sum is not weighted. None is allowed only if no choice was dropped.
         """
-        if self._kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
+        if self.kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
             return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])
@@ -290,12 +290,6 @@ class Order:
         if values.shape[0] == 0:
             return paddle.zeros(self._place.shape, values.dtype)
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
-
-    @property
-    def kept(self) -> paddle.Tensor | None:
-        """Mask ``[positions, top_k]``, 1 for choices within the experts' capacity, else 0; None: all are
-        kept."""
-        return self._kept
 
 
 class _Dispatch(PyLayer):

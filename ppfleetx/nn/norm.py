@@ -16,18 +16,23 @@ from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.layers import trains_on_cpu
 
 
-class LayerNorm(nn.Layer):
-    """Layer normalization (Ba et al., 2016) with gain and bias of shape ``[size]``."""
-
+class _Norm(nn.Layer):
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
-        self.bias = self.create_parameter([size], is_bias=True)
 
     def gain(self) -> paddle.Tensor:
         """Return the factor by which the normalized input is multiplied, ``[size]``."""
         return self.weight
+
+
+class LayerNorm(_Norm):
+    """Layer normalization (Ba et al., 2016) with gain and bias of shape ``[size]``."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__(size, epsilon)
+        self.bias = self.create_parameter([size], is_bias=True)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         gain = self.gain()
@@ -55,19 +60,10 @@ class LayerNorm1P(LayerNorm):
         return F.layer_norm(x32, bias.shape, self.gain(), bias, self.epsilon).astype(x.dtype)
 
 
-class RMSNorm(nn.Layer):
+class RMSNorm(_Norm):
     """Root-mean-square normalization (Zhang and Sennrich, 2019) in float32, with a gain ``[size]``."""
 
     fused: FusedOps = NO_FUSED_OPS
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
-
-    def gain(self) -> paddle.Tensor:
-        """Return the factor by which the normalized input is multiplied, ``[size]``."""
-        return self.weight
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         gain = self.gain()

@@ -35,28 +35,6 @@ def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
-class Panels:
-    """A copy of ``weight [in, out]`` in panels of consecutive columns, ``[panels, in, panel width]``, padded
-    with zeros."""
-
-    def __init__(self, weight: paddle.Tensor) -> None:
-        self.width = weight.shape[1]
-        self.values = panels_of(weight).contiguous()
-        use_huge_pages(self.values)
-
-    def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
-        """Return ``x [..., in] @ weight + bias``."""
-        *leading, size = x.shape
-        if math.prod(leading) <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
-            return cpu_ops.few_rows(x, self.values, bias, self.width)
-        # A decoding step, [1, b, in], needs no reshape.
-        rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
-        product = times_panels(rows, self.values).reshape([*leading, -1])
-        if product.shape[-1] != self.width:
-            product = product[..., : self.width]
-        return product if bias is None else add_smaller(product, bias)
-
-
 def use_huge_pages(tensor: paddle.Tensor) -> None:
     """Make reading ``tensor`` faster on a CPU, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
     if tensor.place.is_cpu_place():
@@ -64,19 +42,28 @@ def use_huge_pages(tensor: paddle.Tensor) -> None:
 
 
 class PanelMatrix:
-    """A constant matrix ``[in, out]`` on a CPU. It is copied into panels (contiguous blocks of columns) at
-    the first product that panels make faster."""
+    """A constant matrix ``[in, out]`` on a CPU. It is copied into panels (:func:`panels_of`) at the first
+    product that panels make faster."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
-        self._panels: Panels | None = None
+        self._panels: paddle.Tensor | None = None
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
         """Return ``x [..., in] @ weight + bias``, without gradients."""
-        num_rows = math.prod(x.shape[:-1])
-        if 1 < num_rows <= MOST_ROWS and self._can_have_panels(x):
-            return self._panels.linear(x, bias)
-        product = paddle.matmul(x, self.weight)
+        num_rows, panels = math.prod(x.shape[:-1]), None
+        if 1 < num_rows <= MOST_ROWS and x.dtype == paddle.float32:
+            panels = self.panels() if paddle.in_dynamic_mode() and x.place.is_cpu_place() else None
+        if panels is None:
+            product = paddle.matmul(x, self.weight)
+        elif num_rows <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
+            return cpu_ops.few_rows(x, panels, bias, self.weight.shape[1])
+        else:
+            # A decoding step, [1, b, in], needs no reshape.
+            rows = x if x.ndim == 3 and x.shape[0] == 1 else x.reshape([-1, x.shape[-1]])
+            product = times_panels(rows, panels).reshape([*x.shape[:-1], -1])
+            if product.shape[-1] != self.weight.shape[1]:
+                product = product[..., : self.weight.shape[1]]
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
@@ -88,37 +75,34 @@ class PanelMatrix:
         """
         if num_rows == 1:
             return "whole", self.weight
-        return ("panels", self._panels.values) if self._has_panels() else None
+        panels = self.panels()
+        return None if panels is None else ("panels", panels)
 
-    def _can_have_panels(self, x: paddle.Tensor) -> bool:
-        if x.dtype != paddle.float32 or not paddle.in_dynamic_mode() or not x.place.is_cpu_place():
-            return False
-        return self._has_panels()
-
-    def _has_panels(self) -> bool:
+    def panels(self) -> paddle.Tensor | None:
+        """Return the matrix in panels, made at the first call; None if there is too little memory."""
         if self._panels is None and available_fraction() > _MEMORY_LEFT:
-            self._panels = Panels(self.weight)
-        return self._panels is not None
+            self._panels = panels_of(self.weight).contiguous()
+            use_huge_pages(self._panels)
+        return self._panels
 
 
 class InferenceLinear(Linear):
-    """A :class:`~ppfleetx.nn.layers.Linear` whose weight does not change after its first use."""
+    """A :class:`~ppfleetx.nn.layers.Linear` whose weight does not change after its first use.
+
+    Attributes:
+        matrix: the weight, for products without gradients.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self._matrix = PanelMatrix(self.weight)
+        self.matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
         """Let passes without gradients multiply by ``weight`` instead of the layer's own weight."""
-        if self._matrix.weight is not weight:
-            self._matrix = PanelMatrix(weight)
-
-    @property
-    def matrix(self) -> PanelMatrix:
-        """The weight as a :class:`PanelMatrix`, for products without gradients."""
-        return self._matrix
+        if self.matrix.weight is not weight:
+            self.matrix = PanelMatrix(weight)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
             return super().forward(x)
-        return self._matrix.linear(x, self.bias)
+        return self.matrix.linear(x, self.bias)

@@ -51,10 +51,6 @@ class Part:
     offset: int
     width: int
 
-    def indices(self, size: int) -> list[int]:
-        """Return which indices along a dimension of ``size`` belong to this part."""
-        return [at for at in range(size) if self.offset <= at % self.period < self.offset + self.width]
-
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -222,30 +218,23 @@ def _is_replica(axis: str, view: RankGrid) -> bool:
     return axis in view.replicas and axis != "ep"
 
 
-def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Return whether ``rank`` includes the parameter in the gradient norm. The sum over :func:`norm_axes`
-    then contains each gradient once.
+def counts(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
+    """Return whether ``rank``, the owner of the parameter, includes it in the gradient norm. If the rank also
+    belongs to the first pipeline stage that holds the parameter, the sum over :func:`norm_axes` contains each
+    gradient once."""
+    return _is_first_copy(spec, mesh, rank, norm_axes(spec.view, mesh))
 
-    Args:
-        owns: whether the rank owns the parameter.
-        first_holder: whether the rank is in the first pipeline stage that holds the parameter.
-    """
+
+def writes(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
+    """Return whether ``rank``, the owner of the parameter, writes its slice into a checkpoint. Exactly one of
+    the ranks with the same slice does, in the first pipeline stage that holds the parameter."""
+    return _is_first_copy(spec, mesh, rank, spec.view.axes)
+
+
+def _is_first_copy(spec: ParamSpec, mesh: Mesh, rank: int, axes: Axes) -> bool:
+    """Return whether ``rank`` is the first along those of ``axes`` whose ranks hold the same values."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
-    summed = [axis for axis in norm_axes(spec.view, mesh) if axis not in without]
-    return owns and first_holder and all(at[a] == 0 for a in summed if spec.placement(a) == REPLICATE)
-
-
-def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Exactly one of the ranks
-    with the same slice does.
-
-    Args:
-        owns: whether the rank owns the parameter.
-        first_holder: whether the rank is in the first pipeline stage that holds the parameter.
-    """
-    at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
-    copies = [a for a in spec.view.axes if a not in without and spec.placement(a) == REPLICATE]
-    return owns and first_holder and all(at[axis] == 0 for axis in copies)
+    return all(at[a] == 0 for a in axes if a not in without and spec.placement(a) == REPLICATE)
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:

@@ -218,10 +218,6 @@ class _FrozenProduct(PyLayer):
         return paddle.matmul(upstream, wide, transpose_y=True).astype(ctx.dtype)
 
 
-def _same(x: paddle.Tensor) -> paddle.Tensor:
-    return x
-
-
 Declare = Callable[[paddle.Tensor, ParamSpec], None]
 """A function that attaches a declaration to a new parameter."""
 
@@ -232,8 +228,8 @@ class QuantizedLinear(nn.Layer):
     Args:
         linear: the linear to replace.
         form: storage of the matrix (bits, groups, asymmetric or not).
-        enter: communication applied to the input.
-        leave: communication applied to the product before the bias is added; None: no communication.
+        enter, leave: communication applied to the input, and to the product before the bias is added; None:
+            no communication.
 
     Attributes:
         spec: declaration of the matrix ``[in, out]`` before quantization.
@@ -248,7 +244,7 @@ class QuantizedLinear(nn.Layer):
         form: Form,
         *,
         declare: Declare = declare,
-        enter: Callable[[paddle.Tensor], paddle.Tensor] = _same,
+        enter: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
         leave: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> None:
         super().__init__()
@@ -258,9 +254,10 @@ class QuantizedLinear(nn.Layer):
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = x if self.enter is None else self.enter(x)
         if self.leave is None:
-            return self.matrix.linear(self.enter(x), self.bias)
-        product = self.leave(self.matrix.linear(self.enter(x)))
+            return self.matrix.linear(x, self.bias)
+        product = self.leave(self.matrix.linear(x))
         return product if self.bias is None else add_smaller(product, self.bias)
 
 

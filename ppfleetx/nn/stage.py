@@ -180,7 +180,7 @@ class LayerFactory(Protocol):
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Score labels with :func:`ppfleetx.nn.token_scores.token_scores` from the head's output at this
+        """Score labels with :func:`ppfleetx.nn.loss.token_scores` from the head's output at this
         rank's positions. ``labels`` and ``mask`` cover whole sequences. All ranks that divide the columns of
         the logits get the same result."""
 
@@ -200,15 +200,15 @@ def build_stage(
             sub-layer from here, or builds it and adds it.
         empty: whether to free the parameters' memory instead of drawing values.
     """
-    kwargs = dict(stage.kwargs)
-    known = stage.tie is not None and shared is not None and stage.tie.key in shared
-    if known:
-        kwargs[stage.tie.attribute] = shared[stage.tie.key]
+    kwargs, tie = dict(stage.kwargs), stage.tie
+    shared = {} if shared is None else shared
+    if tie is not None and tie.key in shared:
+        kwargs[tie.attribute] = shared[tie.key]
     layer = stage.layer_cls(**kwargs)
     if stage.finish is not None:
         stage.finish(layer, partial(_canonical_name, stage))
-    if stage.tie is not None and shared is not None:
-        shared[stage.tie.key] = getattr(layer, stage.tie.attribute)
+    if tie is not None:
+        shared[tie.key] = getattr(layer, tie.attribute)
     for path, parameter in layer.named_parameters():
         if parameter.info.name:  # already initialized by the stage that shares it
             continue

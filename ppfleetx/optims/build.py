@@ -112,21 +112,19 @@ def _check_states(groups: Sequence[Group], name: str) -> None:
 
 def _check_place(groups: Sequence[Group], place: UpdatePlace) -> None:
     for group in groups:
-        if group.rule.needs_whole and group.rule.rounds:
+        rule, name = group.rule, type(group.rule).__name__
+        if not rule.needs_whole:
+            continue
+        if rule.rounds or any(state.is_number for state in rule.states):
             raise TypeError(
-                f"{type(group.rule).__name__} needs whole matrices; the optimizer rounds them itself"
+                f"{name} needs whole matrices: it must not round, and its states have their shape"
             )
-        if group.rule.needs_whole and any(state.is_number for state in group.rule.states):
-            raise TypeError(
-                f"{type(group.rule).__name__} needs whole matrices; its states must have their shape"
-            )
-        is_cut = any(place.group_of(axis) is not None for axis in ("mp", "emp"))
-        if group.rule.needs_whole and place.on_host and is_cut:
+        if place.on_host and any(place.group_of(axis) is not None for axis in ("mp", "emp")):
             raise ConfigError(
                 "needs whole matrices, which tensor parallelism slices; they cannot be gathered in host "
                 "memory. Set Distributed.sharding.sharding_offload to False",
                 key="Optimizer",
-                value=type(group.rule).__name__,
+                value=name,
             )
 
 

@@ -48,7 +48,17 @@ class Schedule:
     unit: str = "step"
 
     def __post_init__(self) -> None:
-        _check_lengths(self)
+        if not SCHEDULES.traits(self.decay_style).decays:  # this raises for an unknown style
+            return
+        if self.warmup_steps > self.decay_steps:
+            rule = f"must not exceed decay_steps ({self.decay_steps})"
+            raise ConfigError(rule, key="Optimizer.lr.warmup_steps", value=self.warmup_steps)
+        if self.decay_style != "wsd":
+            return
+        longest = self.decay_steps - self.warmup_steps
+        if self.wsd_decay_steps is None or not 1 <= self.wsd_decay_steps <= longest:
+            rule = f"must be between 1 and decay_steps - warm-up ({longest:g})"
+            raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=self.wsd_decay_steps)
 
     def position(self, *, steps: int, samples: int) -> int:
         """Return the position of a step in the schedule: the number of steps or of samples up to its end."""
@@ -102,16 +112,15 @@ class Schedule:
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
         """Build the schedule from ``state``, a result of :meth:`state`. Raises CheckpointError if this
         version cannot read ``state``."""
-        known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "this version cannot read the learning-rate schedule in the checkpoint; "
             "set Engine.save_load.lr_schedule to config to use the configured one"
         )
-        if not isinstance(state, Mapping) or set(state) != known:
+        if not isinstance(state, Mapping) or set(state) != {field.name for field in fields(cls)}:
             raise unreadable
         try:
             return cls(**state)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:  # for instance, a decay style of a plugin that is not loaded
             raise unreadable from error
 
     def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
@@ -200,20 +209,6 @@ def _weight_decay(cfg_optimizer: OptimizerConfig, length: int) -> dict[str, Any]
         "weight_decay_style": ramp.style,
         "weight_decay_steps": length,
     }
-
-
-def _check_lengths(schedule: Schedule) -> None:
-    if not SCHEDULES.traits(schedule.decay_style).decays:  # this raises for an unknown style
-        return
-    if schedule.warmup_steps > schedule.decay_steps:
-        rule = f"must not exceed decay_steps ({schedule.decay_steps})"
-        raise ConfigError(rule, key="Optimizer.lr.warmup_steps", value=schedule.warmup_steps)
-    if schedule.decay_style != "wsd":
-        return
-    longest = schedule.decay_steps - schedule.warmup_steps
-    if schedule.wsd_decay_steps is None or not 1 <= schedule.wsd_decay_steps <= longest:
-        rule = f"must be between 1 and decay_steps - warm-up ({longest:g})"
-        raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=schedule.wsd_decay_steps)
 
 
 # -- the decay functions that ``Optimizer.lr.decay_style`` names

@@ -158,7 +158,7 @@ class GradientSync:
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
-        return chosen(parameter.spec, self._ctx.mesh, self._ctx.rank, owns=owns, first_holder=is_first)
+        return owns and is_first and chosen(parameter.spec, self._ctx.mesh, self._ctx.rank)
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:

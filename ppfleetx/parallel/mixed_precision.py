@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import has_kernels, on_card, on_gpu
 from ppfleetx.nn.cpu_ops import bfloat16
@@ -77,19 +77,11 @@ class LossScaler:
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the loss scale from a checkpoint. A constant scale keeps its configured value. Raises
-        CheckpointError if the state is not valid."""
+        """Restore the loss scale from a checkpoint. A constant scale keeps its configured value."""
         if self.dynamic:
-            scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
-            is_scale = type(scale) in (int, float) and 0 < scale < 1e300
-            if not is_scale or any(type(count) is not int for count in steps):
-                raise CheckpointError(
-                    "the loss scale in the checkpoint is invalid; set Engine.save_load.load_optim to False "
-                    "to start with a new one"
-                )
-            self.scale = float(scale)
-            self._quiet_steps, tolerated = steps
-            self._tolerated = min(tolerated, self.hysteresis)  # a smaller hysteresis takes effect at once
+            self.scale, self._quiet_steps = float(state["scale"]), state["quiet_steps"]
+            # A smaller hysteresis takes effect at once.
+            self._tolerated = min(state["tolerated"], self.hysteresis)
             self._min_scale = min(self._min_scale, self.scale)
 
 

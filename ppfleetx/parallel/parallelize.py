@@ -95,8 +95,12 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train
 def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: ParallelContext) -> Any:
     from paddle.distributed import fleet
 
-    from ppfleetx.parallel.pipeline_messages import interleave_two_stages, take_turns
-    from ppfleetx.parallel.pipeline_schedules import AsyncPipeline, ListedPipeline
+    from ppfleetx.parallel.pipeline_schedules import (
+        AsyncPipeline,
+        ListedPipeline,
+        interleave_two_stages,
+        take_turns,
+    )
 
     if not groups_messages(ctx.device):
         take_turns()
@@ -191,13 +195,12 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> ParamBroadcast | ParameterSharding:
+    from ppfleetx.parallel.param_broadcast import ParamBroadcast
+    from ppfleetx.parallel.zero3 import ParameterSharding
+
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
-        from ppfleetx.parallel.zero3 import ParameterSharding
-
         return ParameterSharding(sharding, stages, ahead=overlaps)
-    from ppfleetx.parallel.param_broadcast import ParamBroadcast
-
     layers = [layer for _, layer in stages] if overlaps else None
     return ParamBroadcast(trainable, sharding, layers, cfg.Distributed.packed_bytes)
 

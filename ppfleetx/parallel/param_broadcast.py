@@ -1,5 +1,4 @@
-"""Parameter broadcast of sharding stages 1 and 2: the owner of a parameter sends its new values after an
-update. Code other than forward passes must call :meth:`ParamBroadcast.finish` before it reads parameters."""
+"""Sharding stages 1 and 2: the owner of a parameter sends its new values to the other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 from paddle import distributed
 
-from ppfleetx.distributed.collectives import Packed, broadcast_packed
+from ppfleetx.distributed.collectives import Packed
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
@@ -20,13 +19,13 @@ transfer time."""
 
 
 class ParamBroadcast:
-    """Broadcasts updated parameters from their owners.
+    """The owner of a parameter broadcasts its new values after an update. Code other than
+    forward passes must call :meth:`finish` before it reads parameters.
 
     Args:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
         layers: layers whose forward pass waits for their new values; None: :meth:`updated` waits for all.
-        packed_bytes: maximum total size of all small parameters that are packed into common messages. Only
-            used if ``layers`` is given.
+        packed_bytes: maximum total size of all small parameters that are packed into common messages.
     """
 
     def __init__(
@@ -37,21 +36,21 @@ class ParamBroadcast:
         packed_bytes: int,
     ) -> None:
         self._owning = owning
-        self._parameters = [p for p in parameters if owning.group_of(p) is not None]
         self._overlaps = layers is not None
         self._packed: list[Packed] = []
         self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order of sending
         # Small parameters (norms, biases) of an owner share a message, which is sent first. The others are
         # received in their own memory, as in Paddle's `DygraphShardingOptimizer` with `broadcast_overlap`.
         small, size = [], 0
-        for parameter in self._parameters:
+        shared = [p for p in parameters if owning.group_of(p) is not None]
+        for parameter in shared:
             more = parameter.size * parameter.element_size()
             if more < SMALL_BYTES and size + more <= packed_bytes:
                 small.append(parameter)
                 size += more
         self._small = self._by_owner(small)
         small = {id(p) for p in small}
-        self._large = [p for p in self._parameters if id(p) not in small]
+        self._large = [p for p in shared if id(p) not in small]
         for layer in layers or ():
             layer.register_forward_pre_hook(self._before_forward)
 
@@ -59,11 +58,6 @@ class ParamBroadcast:
     def updated(self) -> None:
         """Broadcast the new values after an update. If broadcasts overlap the next forward pass, only start
         them."""
-        if not self._overlaps:
-            for members in self._by_owner(self._parameters):
-                first = members[0]
-                broadcast_packed(members, self._owning.group_of(first), self._owning.owner_of(first))
-            return
         self.finish()
         for members in self._small:
             for dtype in dict.fromkeys(p.dtype for p in members):
@@ -71,6 +65,8 @@ class ParamBroadcast:
                 self._packed.append(Packed(same, self._start(same[0])))
         for parameter in self._large:
             self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
+        if not self._overlaps:
+            self.finish()
 
     def finish(self) -> None:
         self._finish_small()

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class ParameterSharding:
-    """Fetches the values of each layer from their owners just before use, and frees them afterwards. With
-    ``ahead``, it fetches the next layer's values while a layer computes."""
+    """Stage 3: ranks other than the owner hold parameters only while a layer uses them. The values of each
+    layer are fetched from their owners just before use, and freed afterwards. With ``ahead``, the values of
+    the next layer are fetched while a layer computes."""
 
     def __init__(
         self, owning: Sharding, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True

@@ -82,7 +82,7 @@ def _verdict(best: Prediction, plan: ParallelPlan) -> str:
     tried = replace(job, plan=plan, micro_batch=micro, accumulate=local // micro)
     broken = violations(plan, tried.workload)
     if broken:
-        return f"{broken[0].sentence}."
+        return f"{broken[0].rule}."
     fitting = [
         Prediction(replace(tried, recomputed=(kind,) * job.model.num_layers), best.cluster)
         for kind in ("none", "core_attn", "full")

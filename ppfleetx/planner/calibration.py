@@ -85,7 +85,7 @@ def _observed(directory: Path, card: Card) -> Observed:
             key="--calibrate",
             value=directory,
         )
-    seconds = list(_step_seconds(metrics))
+    seconds = _step_seconds(metrics)
     if not seconds:
         raise ConfigError(
             f"has no usable record in metrics.jsonl that begins after the first {_WARM_UP} steps, which are "
@@ -100,26 +100,17 @@ def _observed(directory: Path, card: Card) -> Observed:
 def _step_seconds(path: Path) -> list[float]:
     """Read the mean seconds of a step, excluding the wait for data, from each record in ``metrics.jsonl``.
 
-    Records of evaluations, records that include warm-up steps, and records whose time is not positive or not
-    finite are left out. An incomplete last line is ignored.
-
-    Raises:
-        ConfigError: a line is not a record, or the record of a training step has no time.
+    Records of evaluations and records that include warm-up steps are left out. An incomplete last line is
+    ignored.
     """
     found, steps = [], 0
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored
-        try:
-            record = json.loads(line)
-            if record.get("kind") == "train":
-                seconds = float(record["batch_cost"]) - float(record.get("reader_cost", 0.0))
-                if steps >= _WARM_UP:
-                    found.append(seconds)
-                steps += int(record.get("num_steps", 1))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                "holds a line that is not the record of a step", key="--calibrate", value=path
-            ) from None
-    return [seconds for seconds in found if math.isfinite(seconds) and seconds > 0]
+        record = json.loads(line)
+        if record["kind"] == "train":
+            if steps >= _WARM_UP:
+                found.append(record["batch_cost"] - record.get("reader_cost", 0.0))
+            steps += record.get("num_steps", 1)
+    return found
 
 
 def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:

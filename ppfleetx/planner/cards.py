@@ -13,6 +13,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.planner import ANY_CARD, shipped_cards
 from ppfleetx.utils.device_support import CPU, GPU, XPU
@@ -152,6 +153,17 @@ def card_of_device(device_name: str) -> str | None:
     words = re.split(r"[\s_-]+", device_name.upper())
     of_model = [name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU]
     return max(of_model, key=lambda name: name.split("-")[-1] in words, default=None)
+
+
+def card_of_run(cfg: RunConfig, device_name: str) -> Card | None:
+    """Return the card in ``Global.card`` or, if unset, the one that :func:`card_of_device` finds, or None.
+
+    Raises:
+        ConfigError: there is no card of the configured name.
+    """
+    name = cfg.Global.card or card_of_device(device_name)
+    asked_in = cfg.origins.get("Global.card")
+    return None if name is None else load_card(name, key="Global.card", asked_in=asked_in)
 
 
 def _card(name: str, described: dict[str, Any], place: str) -> Card:

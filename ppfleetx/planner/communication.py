@@ -45,9 +45,12 @@ class Cluster:
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
+    def num_nodes(self, num_cards: int) -> float:
+        return max(1.0, num_cards / self.per_node)
+
     def straggling(self, num_cards: int) -> float:
         """Return the factor by which a step takes longer because all nodes wait for the slowest one."""
-        nodes = max(1.0, num_cards / self.per_node)
+        nodes = self.num_nodes(num_cards)
         # Of n normally distributed node times, the longest is about sqrt(2 ln n) standard deviations above
         # the mean.
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))

@@ -35,7 +35,6 @@ class StageMemory:
         context: memory of the driver and libraries.
         fragments: memory lost to fragmentation.
         host: host memory for offloaded states and background checkpoints.
-        whole_gradients: gradients kept when the last backward pass ends.
         start: the peak while the model is built.
         save: the peak while a checkpoint is saved.
     """
@@ -51,7 +50,6 @@ class StageMemory:
     context: float
     fragments: float
     host: float
-    whole_gradients: float
     start: float
     save: float
 
@@ -100,21 +98,12 @@ def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
         "optimizer": moments,
         **_worst_moment(job, stage, held),
     }
-    gradients = _kept_gradients(job, held) * precision.gradient_bytes
     fragments = _fragments(job) * sum(parts.values())
     context = cluster.card.context_gib * GIB
     kept = parts["parameters"] + masters
     start = context + (1 + _fragments(job)) * _start(job, held, kept)
     save = context + (1 + _fragments(job)) * (kept + moments + _states_of_generators(plan))
-    return StageMemory(
-        **parts,
-        context=context,
-        fragments=fragments,
-        host=host,
-        whole_gradients=gradients,
-        start=start,
-        save=save,
-    )
+    return StageMemory(**parts, context=context, fragments=fragments, host=host, start=start, save=save)
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
@@ -151,22 +140,23 @@ def least_memory(job: Job, cluster: Cluster) -> float:
             most,
             held.resident * precision.parameter_bytes
             + held.stored
-            + _kept_gradients(job, held) * precision.gradient_bytes
+            + kept_gradients(job, held)
             + held.owned * states,
         )
     return most + cluster.card.context_gib * GIB
 
 
-def _kept_gradients(job: Job, held: Held) -> int:
-    """Return the number of gradient elements on a rank when the last backward pass ends."""
+def kept_gradients(job: Job, held: Held) -> int:
+    """Return the bytes of gradients on a rank when the last backward pass ends."""
+    each = job.precision.gradient_bytes
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
-        return held.trained
+        return held.trained * each
     # Gradients of other owners stay in buckets that are not yet full. Those of experts stay on all ranks
     # until the end of the step, because a pass may leave an expert without a gradient (parallel/sharding.py).
-    waiting = int((job.plan.sharding - 1) * _bucket_bytes(job) // job.precision.gradient_bytes)
+    waiting = int((job.plan.sharding - 1) * _bucket_bytes(job) // each)
     if job.flat_states:
-        return min(held.trained, held.owned + waiting)
-    return held.experts + min(held.dense, held.owned - held.owned_experts + waiting)
+        return min(held.trained, held.owned + waiting) * each
+    return (held.experts + min(held.dense, held.owned - held.owned_experts + waiting)) * each
 
 
 def _bucket_bytes(job: Job) -> float:
@@ -231,7 +221,7 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
     """Return {part: bytes} for the parts of memory that change during a step, at the peak of their sum."""
-    gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
+    gradients = kept_gradients(job, held)
     # After the passes, packed gradients are sent.
     moments = [
         {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import flops_per_step, matrix_size
-from ppfleetx.planner.cards import Card, any_card, card_of_device, load_card
+from ppfleetx.planner.cards import Card, any_card, card_of_run
 from ppfleetx.planner.job import Job, job_of
 
 
@@ -126,10 +126,9 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
 def _peak(cfg: RunConfig, job: Job, device_name: str) -> tuple[float | None, str]:
     if cfg.Global.peak_tflops is not None:
         return cfg.Global.peak_tflops * 1e12, "Global.peak_tflops"
-    name = cfg.Global.card or card_of_device(device_name)
-    if name is None:
+    card = card_of_run(cfg, device_name)
+    if card is None:
         return None, ""
-    card = load_card(name, key="Global.card", asked_in=cfg.origins.get("Global.card"))
     dtype = job.precision.compute
     if dtype == "float32" and cfg.Global.allow_tf32 and "tf32" in card.peak_tflops:
         dtype = "tf32"

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.parallel_plan import CONFIG_KEYS, DEGREE_WORDS, PLAN_WORDS, ParallelPlan
 from ppfleetx.config.resolve import resolve
-from ppfleetx.config.sections.root import RunConfig, plan_of
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import dump_config
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.job import Job
@@ -124,7 +125,7 @@ class UnresolvedConfig:
     @property
     def plan(self) -> ParallelPlan:
         """The configured parallel plan; an unset ``dp_degree`` counts as 1."""
-        return plan_of(self.cfg)
+        return self.cfg.plan
 
     def batch(self) -> int:
         """Return the global batch size under the configured plan.
@@ -137,13 +138,13 @@ class UnresolvedConfig:
             return sizes.global_batch_size
         if sizes.local_batch_size is not None:
             return sizes.local_batch_size * plan.data_size
-        return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.global_batch_size
+        return self._resolved_batch().global_batch_size
 
     def micro_batch(self) -> int:
-        sizes = self.cfg.Global
-        if sizes.micro_batch_size is not None:
-            return sizes.micro_batch_size
-        return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
+        return self.cfg.Global.micro_batch_size or self._resolved_batch().micro_batch_size
+
+    def _resolved_batch(self) -> BatchPlan:
+        return resolve(self.cfg, dict(self.origins), self.warnings, None).batch
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
         """Return the complete configuration, with its parallel plan replaced by ``plan``.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.planner.cards import GIB, any_card, card_of_device, load_card
+from ppfleetx.planner.cards import GIB, any_card, card_of_run
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
@@ -157,7 +157,5 @@ def prediction_of_memory(cfg: RunConfig, device: str, device_name: str = "") -> 
     """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
-    name = cfg.Global.card or card_of_device(device_name)
-    asked_in = cfg.origins.get("Global.card")
-    card = any_card(device) if name is None else load_card(name, key="Global.card", asked_in=asked_in)
+    card = card_of_run(cfg, device_name) or any_card(device)
     return Prediction(job_of(cfg, card), Cluster(card))

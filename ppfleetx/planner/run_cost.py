@@ -47,8 +47,7 @@ def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: 
         save: seconds to save a checkpoint.
         restart: seconds to restart after a failure.
     """
-    nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
-    mtbf = node_mtbf / nodes
+    mtbf = node_mtbf / prediction.cluster.num_nodes(prediction.job.plan.world_size)
     interval = _daly(save, mtbf)
     lost = save / (interval + save) + (interval + save) / (2 * mtbf) + restart / mtbf
     steps = max(1, round(interval / prediction.time.seconds))
@@ -118,7 +117,7 @@ class RunCostOptions:
     def failures(self, prediction: Prediction) -> Failures:
         save = self.save_seconds
         if save is None:
-            nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
+            nodes = prediction.cluster.num_nodes(prediction.job.plan.world_size)
             save = checkpoint_bytes(prediction.job) / (nodes * _NODE_WRITES)
         node_mtbf = self.node_mtbf_hours * HOUR
         return failures(prediction, node_mtbf=node_mtbf, save=save, restart=self.restart_seconds)

@@ -241,11 +241,12 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
     """
     same = passes_key(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
-    forward, backward, again = [], [], []
+    stages: tuple[list[list[Passes]], ...] = ([], [], [])
     last = job.plan.pp - 1
     for stage in range(job.plan.pp):
         chunks = job.layers_of_stage(stage)
-        rows: tuple[list[Passes], ...] = ([], [], [])
+        for found in stages:
+            found.append([])
         for number, layers in enumerate(chunks):
             sums = [Passes(), Passes(), Passes()]
             here = Counter(job.layers[layer] for layer in layers)
@@ -255,12 +256,9 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
                 sums = [s + p for s, p in zip(sums, _edge_passes(same, cluster, "first"), strict=True)]
             if stage == last and number == len(chunks) - 1:
                 sums = [s + p for s, p in zip(sums, _edge_passes(same, cluster, "last"), strict=True)]
-            for row, value in zip(rows, sums, strict=True):
-                row.append(value)
-        forward.append(rows[0])
-        backward.append(rows[1])
-        again.append(rows[2])
-    return forward, backward, again
+            for found, value in zip(stages, sums, strict=True):
+                found[-1].append(value)
+    return stages
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:

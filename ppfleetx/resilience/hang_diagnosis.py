@@ -6,14 +6,16 @@ for it, but it does not wait itself. A rank without a report counts as not waiti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ppfleetx.config.message_text import ranks_text
 from ppfleetx.resilience.hang_report import CallNote, Report
 
 _EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"}
 _SHOWN_WAITS = 3
+Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,15 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
     edges = {rank: _absent(rank, call, reports) for rank, call in waits.items()}
     failure = _failure(waits, edges, reports)
     if failure:
-        return Explanation(failure + _steps(reports, ()), (), silent, ())
+        return Explanation(failure + _steps(reports), (), silent, ())
     awaited = {rank for absent in edges.values() for rank in absent}
     missing = tuple(sorted(awaited - set(waits)))
     if not waits:
         missing = tuple(sorted(set(reports) - set(goes_on))) or tuple(sorted(reports))
-        there = [rank for rank in missing if rank not in silent]
-        text = f"no rank waits for another: {_places(there, reports, name=len(reports) > 1)}"
+        text = f"no rank waits for another: {_places(missing, reports, name=len(reports) > 1)}"
         if silent:
-            text += f"; {_silence(silent, reports)}"
-        return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
+            text += f"; {ranks_text(silent)} wrote no report: {_silent_reason(silent, reports)}"
+        return Explanation(text + _steps(reports), missing, silent, goes_on)
     if missing:
         near = [rank for rank in waits if set(edges[rank]) & set(missing)]
         text = _waiting(near, waits)
@@ -62,12 +63,12 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
         if others:
             text += f", and {ranks_text(others)} for {'it' if len(near) == 1 else 'them'}"
         text += f"; {_arrival(missing, reports, silent)}"
-        return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
+        return Explanation(text + _steps(reports), missing, silent, goes_on)
     text = _disagreement(waits, reports)
     if not text:
         answered = [rank for rank, absent in edges.items() if not absent]
         text = _network(answered, waits, reports) if answered else _crossed(waits, edges, reports)
-    return Explanation(text + _steps(reports, ()), (), silent, goes_on)
+    return Explanation(text + _steps(reports), (), silent, goes_on)
 
 
 def explain_alone(report: Report) -> Explanation:
@@ -78,7 +79,7 @@ def explain_alone(report: Report) -> Explanation:
     )
     goes_on = (report.rank,) if report.goes_on else ()
     others = tuple(rank for rank in range(report.world_size) if rank != report.rank)
-    return Explanation(text + _steps({report.rank: report}, ()), (), others, goes_on)
+    return Explanation(text + _steps({report.rank: report}), (), others, goes_on)
 
 
 def _failure(
@@ -123,9 +124,7 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
 def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
     """Return a text that says in which calls ``ranks`` wait, such as ``ranks 0-2 wait in all_reduce #418 of
     the mp group [0..3]``. At most three calls are named."""
-    by_call: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_call.setdefault(_shown(waits[rank]), []).append(rank)
+    by_call = _grouped(ranks, lambda rank: _shown(waits[rank]))
     parts = [f"{ranks_text(who)} {_verb_form(who, 'wait')} in {call}" for call, who in by_call.items()]
     more = f", and {len(parts) - _SHOWN_WAITS} more such groups of ranks" if len(parts) > _SHOWN_WAITS else ""
     return ", ".join(parts[:_SHOWN_WAITS]) + more
@@ -150,10 +149,8 @@ def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Coll
     return "; ".join(parts)
 
 
-def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool | None = None) -> str:
-    by_place: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_place.setdefault(_place(reports[rank]), []).append(rank)
+def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool = False) -> str:
+    by_place = _grouped(ranks, lambda rank: _place(reports[rank]))
     if len(by_place) == 1 and not name:
         return f"{'it is' if len(ranks) == 1 else 'they are'} {next(iter(by_place))}"
     return ", ".join(
@@ -171,19 +168,15 @@ def _place(report: Report) -> str:
     return f"{what}{where}"
 
 
-def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
-    return f"{ranks_text(silent)} wrote no report: {_silent_reason(silent, reports)}"
-
-
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
     """Return why ``ranks`` have written no report: the state of their processes, as seen by other ranks on
     the same machine."""
-    by_state: dict[str, list[int]] = {}
-    for rank in ranks:
+
+    def state_of(rank: int) -> str:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
-        by_state.setdefault(next((state for state in states if state), "" if states else "?"), []).append(
-            rank
-        )
+        return next((state for state in states if state), "" if states else "?")
+
+    by_state = _grouped(ranks, state_of)
     killed = any(report.killed_for_memory for report in reports.values())
     parts = []
     for state, who in by_state.items():
@@ -206,11 +199,9 @@ def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) 
     for rank, call in waits.items():
         if call.peer >= 0:
             continue
-        theirs: dict[str, list[int]] = {}
-        for other in call.ranks:
-            note = _call_of(reports.get(other), call)
-            if note is not None:
-                theirs.setdefault(_signature(note), []).append(other)
+        notes = {other: _call_of(reports.get(other), call) for other in call.ranks}
+        called = [other for other, note in notes.items() if note is not None]
+        theirs = _grouped(called, lambda other, notes=notes: _signature(notes[other]))
         if len(theirs) > 1:
             parts = ", ".join(
                 f"{ranks_text(who)} {_verb_form(who, 'call')} {what}"
@@ -283,11 +274,9 @@ def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Ma
     )
 
 
-def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
-    by_step: dict[int, list[int]] = {}
-    for rank, report in sorted(reports.items()):
-        if report.step is not None:
-            by_step.setdefault(report.step, []).append(rank)
+def _steps(reports: Mapping[int, Report]) -> str:
+    stepping = [rank for rank, report in sorted(reports.items()) if report.step is not None]
+    by_step = _grouped(stepping, lambda rank: reports[rank].step)
     if not by_step:
         return ""
     if len(by_step) == 1:
@@ -299,6 +288,14 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
         if s != usual
     ]
     return f"; {', '.join(parts)}, the others at step {usual}"
+
+
+def _grouped(ranks: Iterable[int], fact: Callable[[int], Fact]) -> dict[Fact, list[int]]:
+    """Return the ranks that have the same ``fact``, by fact."""
+    found: dict[Fact, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(fact(rank), []).append(rank)
+    return found
 
 
 def _verb_form(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:

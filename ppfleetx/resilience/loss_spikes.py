@@ -108,7 +108,7 @@ class Spike:
 
 class SpikeGuard:
     """Compares the loss and gradient norm of each step with the values of the last steps, and decides whether
-    the weights may be updated."""
+    the weights may be updated. ``found`` is the spike of the current step, if there is one."""
 
     def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
         self._options, self._any_rank = options, any_rank
@@ -117,14 +117,10 @@ class SpikeGuard:
         self._in_a_row = 0
         self._rewinds: dict[int, int] = {}
         self._step = 0
-        self._found: Spike | None = None
+        self.found: Spike | None = None
 
     def expect(self, step: int) -> None:
-        self._step, self._found = step, None
-
-    @property
-    def found(self) -> Spike | None:
-        return self._found
+        self._step, self.found = step, None
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
         """Decide whether this step's update of the weights may be made. All ranks must call this. ``repeat``
@@ -135,11 +131,11 @@ class SpikeGuard:
         if spike is not None and self._options.replay:
             again = repeat()
             if self._agreed_jump(*again) is None:
-                self._found = self._made(spike, loss, grad_norm, "repeated", again)
+                self.found = self._made(spike, loss, grad_norm, "repeated", again)
                 loss, grad_norm = again
                 spike = None
         if spike is not None:
-            self._found = self._made(spike, loss, grad_norm, self._options.action, again)
+            self.found = self._made(spike, loss, grad_norm, self._options.action, again)
             self._in_a_row += 1
             return loss, grad_norm, False
         self._losses.append(loss)
@@ -172,11 +168,9 @@ class SpikeGuard:
         """Restore the guard's record of the last steps, as :meth:`state` returned it. With an empty
         ``state``, the record starts anew. The counts of how often the run has gone back to each checkpoint
         do not change."""
-        losses, norms = state.get("losses", []), state.get("grad_norms", [])
-        in_a_row = state.get("in_a_row", 0)
-        self._losses = deque(losses, maxlen=self._options.window)
-        self._norms = deque(norms, maxlen=self._options.window)
-        self._in_a_row = in_a_row
+        self._losses = deque(state.get("losses", []), maxlen=self._options.window)
+        self._norms = deque(state.get("grad_norms", []), maxlen=self._options.window)
+        self._in_a_row = state.get("in_a_row", 0)
 
     def _agreed_jump(self, loss: float, grad_norm: float) -> str | None:
         """Return which value jumped, ``loss`` or ``grad_norm``, or None if nothing jumped on any rank. All
@@ -203,9 +197,8 @@ class SpikeGuard:
     ) -> Spike:
         window = self._losses if what == "loss" else self._norms
         middle, deviation = _spread(window) if window else (None, None)
-        return Spike(
-            self._step, what, loss, grad_norm, middle, deviation, action, *(again if again else (None, None))
-        )
+        repeated = again or (None, None)
+        return Spike(self._step, what, loss, grad_norm, middle, deviation, action, *repeated)
 
 
 def _spread(window: deque[float]) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from ppfleetx.utils.launcher_env import is_rank
@@ -37,9 +37,7 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if is_rank() and (self or self.signal_name) and self._previous:
             # The launcher sends SIGTERM to each rank in turn, up to three times. It must not kill a rank that
             # is exiting.

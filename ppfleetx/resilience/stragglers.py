@@ -76,11 +76,17 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Adds up the times of all ranks over a number of steps, and then searches them for slow ranks."""
+    """Adds up the times of all ranks over a number of steps, and then searches them for slow ranks.
+
+    Attributes:
+        own: the times of this rank's last step in microseconds, to be sent to the other ranks: total, waiting
+            for data, waiting for other ranks.
+        found: the slow ranks, if :meth:`add` has just found any.
+    """
 
     def __init__(self, every: int, stages: Sequence[int], gather: Callable[[str], list[str]]) -> None:
         self._every, self._stages, self._gather = every if len(stages) > 1 else 0, stages, gather
-        self._own = [0, 0, 0]
+        self.own = [0, 0, 0]
         self._sums = np.zeros([len(stages), 3], np.int64)
         self._steps = 0
         self._hosts: list[str] = []
@@ -88,13 +94,7 @@ class StragglerTable:
 
     def took(self, total: float, data: float, waited: float) -> None:
         """Record the seconds of this rank's last step: total, waiting for data, waiting for other ranks."""
-        self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
-
-    @property
-    def own(self) -> list[int]:
-        """The times of this rank's last step in microseconds, to be sent to the other ranks: total, waiting
-        for data, waiting for other ranks."""
-        return self._own
+        self.own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     def add(self, times: np.ndarray, step: int) -> None:
         """Add the times of one step, int64 ``[rank, 3]``: for each rank, the microseconds of the step, of

@@ -20,8 +20,7 @@ from typing import Any
 
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
-from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
-from ppfleetx.resilience.hang_report_dir import ReportDir
+from ppfleetx.resilience.hang_report import Identity, Report, ReportDir, capture_report, latest
 from ppfleetx.resilience.progress import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.lost_peers import decide_end, is_end_decided
@@ -134,7 +133,7 @@ class Watchdog:
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
-        if late > self._seconds_for_reports(self._timeout):
+        if late > self._seconds_for_reports:
             self._seen_until = time.time()  # the other ranks have decided without this rank
 
     def _watch(self) -> None:
@@ -153,7 +152,7 @@ class Watchdog:
                 news_at = time.monotonic()
                 due = self._reports.has_news(self._seen_until)
             if due:
-                self._inquire(timeout, works)
+                self._inquire(works)
 
     def _own_cpu_seconds(self) -> float:
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
@@ -170,11 +169,11 @@ class Watchdog:
 
     # -- without progress ------------------------------------------------------------------------
 
-    def _inquire(self, timeout: float, works: bool) -> None:
+    def _inquire(self, works: bool) -> None:
         asked = self._seen_until
-        report = self._report(timeout, works)
+        report = self._report(quiet=self._quiet_seconds(), works=works, computes=self._computes)
         is_written = self._reports.write(report, readable(report))
-        reports = self._gather(report, asked, timeout)
+        reports = self._gather(report, asked)
         explanation = explain(reports) if is_written or report.world_size == 1 else explain_alone(report)
         self._seen_until = time.time()
         if explanation.goes_on:
@@ -187,11 +186,8 @@ class Watchdog:
             decide_end()
             # Wait until the other ranks have decided too; otherwise the end of this process would look like
             # the cause.
-            last = (
-                max(one.written for one in reports.values())
-                + self._seconds_for_reports(timeout)
-                + 2 * self._tick
-            )
+            written = max(one.written for one in reports.values())
+            last = written + self._seconds_for_reports + 2 * self._tick
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
             place = f"the ranks' reports are in {self._reports.directory}"
@@ -205,21 +201,9 @@ class Watchdog:
             self._end()
         self._excused = time.monotonic()
 
-    def _report(self, timeout: float, works: bool) -> Report:
-        quiet = self._quiet_seconds()
-        return self._with_peers(
-            capture_report(
-                self._who,
-                self._progress,
-                self._record,
-                quiet=quiet,
-                timeout=timeout,
-                works=works,
-                computes=self._computes,
-            )
-        )
-
-    def _with_peers(self, report: Report) -> Report:
+    def _report(self, **facts: Any) -> Report:
+        """Make this rank's report, with ``facts`` for :func:`capture_report`."""
+        report = capture_report(self._who, self._progress, self._record, timeout=self._timeout, **facts)
         killed, here = killed_for_memory() - self._killed_before, machine_id()
         states = {
             rank: state_of(pid, born)
@@ -250,22 +234,13 @@ class Watchdog:
         earlier = self._reports.reports(time.time() - _SAME_END_SECONDS)
         if lost and any(report.asks for report in earlier.values()):
             return  # a consequence: the other ranks ended because of a hang
-        report = capture_report(
-            self._who,
-            self._progress,
-            self._record,
-            quiet=0.0,
-            timeout=self._timeout,
-            works=False,
-            failed=error,
-            lost=lost,
-        )
-        if self._reports.write(self._with_peers(report), readable(report)):
+        report = self._report(quiet=0.0, works=False, failed=error, lost=lost)
+        if self._reports.write(report, readable(report)):
             found = latest(self._reports.reports(self._began))
             self._reports.write_summary(explain(found).sentence)
 
-    def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        deadline = time.monotonic() + self._seconds_for_reports(timeout)
+    def _gather(self, own: Report, since: float) -> dict[int, Report]:
+        deadline = time.monotonic() + self._seconds_for_reports
         while True:
             found = self._reports.reports(since)
             reports = {rank: one for rank, one in found.items() if one.world_size == own.world_size}
@@ -274,8 +249,9 @@ class Watchdog:
                 return reports
             time.sleep(self._tick / 2)
 
-    def _seconds_for_reports(self, timeout: float) -> float:
-        return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
+    @property
+    def _seconds_for_reports(self) -> float:
+        return min(max(_GATHERING * self._timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
 
 def _since(reports: Mapping[int, Report]) -> str:

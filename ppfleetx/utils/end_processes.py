@@ -1,5 +1,5 @@
 """Make sure that no process of a job is left running: a rank ends with its launcher, and a supervisor can end
-all of its descendants. On systems other than Linux, most functions have no effect."""
+all of its descendants."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def end_with_launcher() -> None:
 
 
 def end_child_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _watch(launcher: int, is_parent: bool) -> None:
@@ -87,8 +86,7 @@ def process_exists(pid: int) -> bool:
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants whose own parents end, so that :func:`descendants`
     still finds them (PR_SET_CHILD_SUBREAPER)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:

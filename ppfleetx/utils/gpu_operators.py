@@ -41,11 +41,6 @@ class Kernel:
     gpu: tuple[str, ...]
     npu: tuple[str, ...] = ()
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The element types that ppfleetx uses but that Paddle does not register for a GPU."""
-        return tuple(dtype for dtype in self.used if dtype not in self.gpu)
-
 
 def used_kernels() -> dict[str, Kernel]:
     content = json.loads(TABLE.read_text(encoding="utf-8"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +13,12 @@ from typing import Any, BinaryIO
 from ppfleetx.config.errors import CheckpointError, UserError, shown
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
-_KINDS = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISCHR: "a device"}
 
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
     """Context manager that opens a file to read bytes. Raises an exception of the class ``error`` if it does
-    not exist, is not a regular file, or cannot be read."""
-    file_status(path, error)
+    not exist or cannot be read."""
     try:
         with Path(path).open("rb") as file:
             yield file
@@ -40,16 +37,12 @@ def first_bytes(path: str | Path) -> bytes:
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Return the result of ``os.stat`` for a regular file. Raises an exception of the class ``error`` if the
-    file does not exist, or is a directory, a device or a pipe, from which reading could block forever."""
+    """Return the result of ``os.stat``. Raises an exception of the class ``error`` if the file does not
+    exist."""
     try:
-        status = Path(path).stat()
-    except (OSError, ValueError) as reason:
-        raise error(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}") from reason
-    for is_kind, kind in _KINDS.items():
-        if is_kind(status.st_mode):
-            raise error(f"{path} is {kind}, not a file")
-    return status
+        return Path(path).stat()
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror}") from reason
 
 
 @contextmanager
@@ -88,8 +81,6 @@ def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointEr
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise error(f"{place} is nested too deeply") from None
     except ValueError as reason:
         raise error(f"{place} is not valid JSON: {reason}") from reason
     if not isinstance(value, dict):

@@ -6,17 +6,8 @@ from importlib import metadata
 
 from ppfleetx.config.errors import UserError
 
-LIBRARIES = {
-    "jinja2": "jinja2",
-    "numpy": "numpy",
-    "pydantic": "pydantic",
-    "yaml": "pyyaml",
-    "rich": "rich",
-    "safetensors": "safetensors",
-    "tiktoken": "tiktoken",
-    "tokenizers": "tokenizers",
-    "zstandard": "zstandard",
-}
+_NAMED_ALIKE = ("jinja2", "numpy", "pydantic", "rich", "safetensors", "tiktoken", "tokenizers", "zstandard")
+LIBRARIES = {"yaml": "pyyaml", **{name: name for name in _NAMED_ALIKE}}
 """The required libraries except Paddle, by import name. The values are their names on PyPI."""
 
 

@@ -18,7 +18,7 @@ AVX512 = frozenset({"avx512f", "avx512dq", "avx512bw", "avx512vl"})
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """CPU flags of instructions that multiply bfloat16 numbers and accumulate in float32. Either one is
 enough."""
-_MEMINFO, _MAPS = Path("/proc/meminfo"), Path("/proc/self/maps")
+_MEMINFO = Path("/proc/meminfo")
 _HUGE_PAGE = 2 << 20
 _SMALLEST = _HUGE_PAGE // 8  # bytes; smaller blocks are not worth a huge page
 _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages now, whatever the system's default
@@ -36,7 +36,7 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
 
 def available_cpus() -> int:
     """Return the number of CPUs on which this process may run, according to its CPU affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def available_fraction() -> float:
@@ -63,9 +63,9 @@ def _read_numbers(path: Path) -> dict[str, int]:
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to use huge pages of 2 MiB for a block of memory, which makes reading large matrices faster.
     Does nothing if the system cannot do that, or for a block smaller than 256 KiB."""
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
+    if num_bytes < _SMALLEST:
         return
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     first, end = address // _HUGE_PAGE, -(-(address + num_bytes) // _HUGE_PAGE)
     # First include the huge pages that the block covers only partly. This fails unless the process owns all
@@ -78,10 +78,7 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 def back_process_by_huge_pages() -> None:
     """Ask Linux to use huge pages for all large blocks of memory that this process has allocated
     (:func:`back_by_huge_pages`)."""
-    try:
-        lines = _MAPS.read_text().splitlines()
-    except OSError:
-        return
+    lines = Path("/proc/self/maps").read_text().splitlines()
     for addresses, permissions, _, _, inode, *name in map(str.split, lines):
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
@@ -118,8 +115,6 @@ _STATES = {
 def state_of(pid: int, born: float) -> str:
     """Return why a process on this machine does not respond, such as "is stopped by a debugger"; "" if it
     runs normally. ``born`` is its start time, from :func:`birth_of`."""
-    if not Path("/proc/self/stat").exists():
-        return ""
     fields = _stat(pid)
     # With another start time, it is another process with the same id.
     if not fields or abs(float(fields[19]) - born) > 1:

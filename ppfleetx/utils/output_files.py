@@ -90,15 +90,14 @@ def refuse_unwritable(directory: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
+def writing(key: str | None, path: str | Path) -> Iterator[None]:
     """Context manager that turns an OSError into a ConfigError, which says that ``path`` cannot be written.
-    ``key`` is the option that gave the path, or None. ``place`` is where the option was set."""
+    ``key`` is the option that gave the path, or None."""
     try:
         yield
     except OSError as error:
-        value = {} if key is None else {"value": str(path)}
-        where = place if key is not None else str(path)
-        raise ConfigError(f"cannot be written: {error.strerror}", key=key, place=where, **value) from error
+        where = {"place": str(path)} if key is None else {"key": key, "value": str(path)}
+        raise ConfigError(f"cannot be written: {error.strerror}", **where) from error
 
 
 def refuse_as_new_file(path: Path, key: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.required_plugins import VARIABLE, imported_plugins, note_plugin
+from ppfleetx.config.registry import PLUGINS_VARIABLE, imported_plugins
 from ppfleetx.utils.device_support import expected_device
 from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
@@ -19,13 +19,13 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 def import_named_plugins(names: Iterable[str] = ()) -> None:
     """Import the modules in ``names`` and in the environment variable ``PPFLEETX_PLUGINS`` (separated by
     commas), and set the variable to all of them. Raises ConfigError if an import fails."""
-    from_environment = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
+    from_environment = [name.strip() for name in os.environ.get(PLUGINS_VARIABLE, "").split(",")]
     wanted = [name for name in dict.fromkeys((*from_environment, *names)) if name]
     for name in wanted:
-        if name not in imported_plugins():
-            _import(name, "--plugin" if name not in from_environment else VARIABLE)
+        if name not in imported_plugins:
+            _import(name, "--plugin" if name not in from_environment else PLUGINS_VARIABLE)
     if wanted:
-        os.environ[VARIABLE] = ",".join(wanted)
+        os.environ[PLUGINS_VARIABLE] = ",".join(wanted)
 
 
 def _import(name: str, named_by: str) -> None:
@@ -50,7 +50,7 @@ def _import(name: str, named_by: str) -> None:
         raise _import_error(error, name, named_by) from error
     except (Exception, SystemExit) as error:  # a plugin that was written as a script may call sys.exit
         raise _import_error(error, name, named_by) from error
-    note_plugin(name)
+    imported_plugins[name] = None
 
 
 def _import_error(error: BaseException, name: str, named_by: str) -> ConfigError:

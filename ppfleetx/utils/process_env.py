@@ -86,7 +86,7 @@ def prepare_process(*, device: str = "cpu") -> str:
             get_logger().warning(_TOO_LATE)
     else:
         return _said
-    _said = "CPU settings: " + ", ".join(part for part in done if part) + f" ({SWITCH}=0 leaves them alone)"
+    _said = "CPU settings: " + ", ".join(done) + f" ({SWITCH}=0 leaves them alone)"
     return _said
 
 
@@ -100,12 +100,8 @@ def _set_mkl() -> str:
 def _set_malloc() -> str:
     # By itself, malloc returns large blocks to the kernel after every operator, and the kernel must zero
     # them.
-    if not sys.platform.startswith("linux"):
-        return ""
     kept = [name for name in _MALLOC if name in os.environ]
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl has no mallopt
-        return ""
+    mallopt = ctypes.CDLL(None).mallopt
     for name, (parameter, value) in _MALLOC.items():
         if name not in os.environ:
             mallopt(parameter, value)

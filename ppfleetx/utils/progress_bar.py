@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -36,9 +35,7 @@ class ProgressBar:
             self._drawing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._drawing is not None:
             self._drawing.stop()
 

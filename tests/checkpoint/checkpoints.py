@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
-from ppfleetx.checkpoint.writer import save_checkpoint
 
 OWN = "0123" * 8
 RANK = "mp_00_sharding_00_pp_00"

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def test_an_error_is_told_by_the_next_poll_and_harms_nothing(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_safetensors", fail)
         save(manager, 2)
-        manager._task.done.wait(30)
+        wait_for([manager._task], 30)
         with pytest.raises(CheckpointError, match=os.strerror(number)):
             manager.poll()
         assert manager.poll() is None

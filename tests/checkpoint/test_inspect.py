@@ -9,11 +9,11 @@ import pytest
 
 from ppfleetx.checkpoint.inspect import (
     differences,
-    open_for_inspection,
     summary,
     table,
     tensors_of,
 )
+from ppfleetx.checkpoint.resolve_checkpoint import open_named
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
@@ -38,7 +38,7 @@ def inspect(run):
 
 def test_summary_and_table(tmp_path, inspect):
     save(tmp_path, 7, state={"train": {"consumed_samples": 56}, "schedule": {"max_lr": 1e-3}}, plan={"mp": 2})
-    checkpoint = open_for_inspection(tmp_path)
+    checkpoint = open_named(tmp_path)
     facts = summary(checkpoint)
     assert (facts["step"], facts["consumed_samples"], facts["plan"]) == (7, 56, {"mp": 2})
     assert facts["parameters"] == 12 * 4 + 16 + 4
@@ -89,7 +89,7 @@ def test_vocabulary_padding_is_no_difference(tmp_path):
         padded = np.zeros((rows, 4), np.float32)
         padded[:10] = values[:10]
         piece = TensorSlice(name, "model", "F32", padded.shape, (0, 0), padded.shape, padded, vocab_dim=0)
-        return open_for_inspection(save(where, tensors=[piece], vocab_size=10))
+        return open_named(save(where, tensors=[piece], vocab_size=10))
 
     assert list(differences(saved(tmp_path / "a", 12), saved(tmp_path / "b", 16))) == []
 
@@ -97,7 +97,6 @@ def test_vocabulary_padding_is_no_difference(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["/nowhere"], "there is no directory"),
         (["/nowhere", "--verify"], "there is no directory"),
         (["--diff", "/nowhere", "/nowhere"], "there is no directory"),
         ([], "give one checkpoint"),

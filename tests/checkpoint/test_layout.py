@@ -8,11 +8,11 @@ from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER, whole
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.models.gpt.spec import parameter_shapes
+from tests.checkpoint.checkpoints import RANK, save
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 STATE = {"train": {"step": 4, "consumed_samples": 32}, "rng": {"python": [1, 2]}}
@@ -30,16 +30,8 @@ def saved(tmp_path):
         tensors.append(whole(name, np.array([0.9], np.float32), kind=OPTIMIZER, state="beta1_pow"))
     (tmp_path / "run" / "tokenizer").mkdir(parents=True)
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
-    save_checkpoint(
-        tmp_path / "run",
-        epoch=0,
-        step=4,
-        tensors=tensors,
-        state=STATE,
-        vocab_size=61,
-        fingerprints={"data": "abc"},
-        max_file_bytes=5000,
-    )
+    about = {"vocab_size": 61, "fingerprints": {"data": "abc"}, "max_file_bytes": 5000}
+    save(tmp_path / "run", 4, tensors=tensors, state=STATE, run=None, **about)
     return tmp_path / "run"
 
 
@@ -56,8 +48,7 @@ def test_merge_makes_one_file_of_weights_and_one_of_optimizer_state(saved, tmp_p
     cut = reshard(saved, tmp_path / "cut", ParallelPlan(mp=2, pp=2))
     merged = merge(cut, tmp_path / "merged")
     found = check_same(saved, merged)
-    rank = "mp_00_sharding_00_pp_00"
-    assert set(found.manifest.files) == {f"{rank}/model.safetensors", f"{rank}/optimizer.safetensors"}
+    assert set(found.manifest.files) == {f"{RANK}/model.safetensors", f"{RANK}/optimizer.safetensors"}
     assert (tmp_path / "merged" / "tokenizer" / "tokenizer.json").is_file()
 
 

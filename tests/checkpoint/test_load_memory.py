@@ -36,13 +36,13 @@ MODEL = {
 }
 
 
-def save(output_dir: str, model: dict[str, int] | None = None) -> dict[str, int]:
-    """Save a new model (MODEL, or other sizes); bytes of all its tensors and of the largest."""
+def save(output_dir: str) -> dict[str, int]:
+    """Save a new model; bytes of all its tensors and of the largest."""
+    from ppfleetx.checkpoint.manager import save_checkpoint
     from ppfleetx.checkpoint.reader import open_checkpoint
     from ppfleetx.checkpoint.state_dict import model_slices
-    from ppfleetx.checkpoint.writer import save_checkpoint
 
-    runner, cfg = _runner({}, 1, model)
+    runner, cfg = _runner({}, 1)
     slices = model_slices(runner.named_parameters())
     path = save_checkpoint(
         output_dir, epoch=0, step=1, tensors=slices, state={}, vocab_size=cfg.Model.vocab_size
@@ -51,13 +51,13 @@ def save(output_dir: str, model: dict[str, int] | None = None) -> dict[str, int]
     return {"path": str(path), "all": sum(sizes), "largest": max(sizes)}
 
 
-def load(path: str, plan: dict[str, int], world: int, model: dict[str, int] | None = None) -> dict[str, int]:
+def load(path: str, plan: dict[str, int], world: int) -> dict[str, int]:
     """Load it under a plan: bytes this rank holds, bytes it needed besides at worst, bytes it read."""
     from ppfleetx.checkpoint import storage
     from ppfleetx.checkpoint.reader import open_checkpoint
     from ppfleetx.checkpoint.state_dict import load_model
 
-    runner, cfg = _runner(plan, world, model)
+    runner, cfg = _runner(plan, world)
     names = runner.model_names()
     held = sum(parameter.size * parameter.element_size() for _, parameter in runner.named_parameters())
     read, original = [0], storage._read_full
@@ -78,7 +78,7 @@ def load(path: str, plan: dict[str, int], world: int, model: dict[str, int] | No
     return {"held": held, "besides": _memory("VmHWM") - before, "read": read[0]}
 
 
-def _runner(plan: dict[str, int], world: int, model: dict[str, int] | None) -> tuple[Any, Any]:
+def _runner(plan: dict[str, int], world: int) -> tuple[Any, Any]:
     import paddle
 
     from ppfleetx.config.loader import load_config
@@ -87,7 +87,7 @@ def _runner(plan: dict[str, int], world: int, model: dict[str, int] | None) -> t
     from ppfleetx.parallel.parallelize import parallelize
     from tests.e2e.program import NANO, SETTINGS
 
-    values = {**SETTINGS, **(model or MODEL), **plan}
+    values = {**SETTINGS, **MODEL, **plan}
     cfg = load_config(NANO, [f"{key}={value}" for key, value in values.items()], world_size=world)
     with paddle.utils.unique_name.guard():
         return parallelize(build_module(cfg), cfg, init_distributed(cfg), train=False), cfg

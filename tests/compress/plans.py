@@ -21,25 +21,28 @@ def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[st
 
     cfg = load_config(config, [*plan, "Generation.decode_strategy=greedy_search"], world_size=world)
     ctx = ParallelContext.single() if world == 1 else init_distributed(cfg)
-    rng = np.random.default_rng(7)
-    tokens = rng.integers(0, 300, (2, 33))
-    batch = {
-        "tokens": tokens[:, :-1].astype(np.int64),
-        "labels": tokens[:, 1:].astype(np.int64),
-        "position_ids": np.ascontiguousarray(np.broadcast_to(np.arange(32), (2, 32))),
-        "loss_mask": np.ones((2, 32), np.float32),
-    }
     with paddle.utils.unique_name.guard():
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)
         start.restore_weights(runner, cfg.Model)
-        total, count, _ = runner.eval_step([batch])
+        total, count, _ = runner.eval_step([_rows(0, 2)])
         ids = []
         if generate:
             generator = load_generator(cfg, ctx)
             results = generator.generate(["the cat", "and"], cfg.Generation)
             ids = [list(one[0].ids) for one in results]
     return {"loss": total / count if count else None, "ids": ids}
+
+
+def _rows(first: int, last: int) -> dict[str, np.ndarray]:
+    """Some rows of a batch of 4."""
+    tokens = np.random.default_rng(7).integers(0, 300, (4, 33))[first:last]
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": np.tile(np.arange(32), (last - first, 1)),
+        "loss_mask": np.ones((last - first, 32), np.float32),
+    }
 
 
 def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
@@ -58,14 +61,7 @@ def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
     cfg = load_config(config, [*options, *plan], world_size=world)
     ctx = ParallelContext.single() if world == 1 else init_distributed(cfg)
     size, first = cfg.batch.local_batch_size, ctx.data_rank * cfg.batch.local_batch_size
-    tokens = np.random.default_rng(7).integers(0, 300, (4, 33))
-    whole = {
-        "tokens": tokens[:, :-1].astype(np.int64),
-        "labels": tokens[:, 1:].astype(np.int64),
-        "position_ids": np.ascontiguousarray(np.broadcast_to(np.arange(32), (4, 32))),
-        "loss_mask": np.ones((4, 32), np.float32),
-    }
-    rows = [{name: value[i : i + 1] for name, value in whole.items()} for i in range(first, first + size)]
+    rows = [_rows(row, row + 1) for row in range(first, first + size)]
     with paddle.utils.unique_name.guard():
         runner = build_runner(cfg, ctx, train=True)
         find_start(cfg.Engine.save_load, Path(config).parent, ctx).restore(runner, None, {}, cfg)

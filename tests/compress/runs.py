@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
+from paddle import nn
 
 from ppfleetx.checkpoint.config_and_tokenizer import documents_in, documents_of
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.state_dict import load_model, model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.layer_factory import LocalFactory
@@ -46,8 +55,15 @@ DEEPSEEK = {
 }
 
 
-def write_run(directory: Path, model: dict[str, Any], compress: dict[str, Any] | None = None) -> Path:
-    """An output directory with one checkpoint of large random weights, which holds its own configuration."""
+def write_run(
+    directory: Path,
+    model: dict[str, Any],
+    compress: dict[str, Any] | None = None,
+    *,
+    factors: Mapping[str, float] | None = None,
+) -> Path:
+    """An output directory with one checkpoint of large random weights, which holds its own configuration.
+    Row 5 of the parameters in ``factors`` is multiplied by these."""
     directory.mkdir(parents=True)
     tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300)
     sections = {
@@ -59,15 +75,41 @@ def write_run(directory: Path, model: dict[str, Any], compress: dict[str, Any] |
     path.write_text(json.dumps(sections))
     cfg = load_config(path)
     large = cfg.Model.model_copy(update={"initializer_range": 0.15})
+    network = build(large, 5)
+    for name, factor in (factors or {}).items():
+        parameter = canonical_parameters(network)[name]
+        values = parameter.numpy()
+        values[5] *= factor
+        parameter.set_value(values)
     save_network(
         directory,
-        build(large, 5),
+        network,
         vocab_size=cfg.Model.vocab_size,
         config=cfg.model_dump(mode="json"),
         fingerprints={"tokenizer": tokenizer.fingerprint},
         documents=documents_of(cfg, tokenizer),
     )
     return directory
+
+
+def opened(place: Path, *overrides: str) -> tuple[RunConfig, Generator]:
+    """A model with its configuration, as the commands load it."""
+    with ExitStack() as stack:
+        found = resolve_model(place, stack)
+        cfg = load_config(found.config, found.overrides([*overrides]))
+        return cfg, load_generator(cfg, ParallelContext.single())
+
+
+def logits(model: nn.Layer) -> np.ndarray:
+    """Of random tokens, ``[s, b, vocabulary]``."""
+    tokens = paddle.to_tensor(np.random.default_rng(2).integers(0, 300, (3, 11)))
+    with paddle.no_grad():
+        return model(tokens).numpy()
+
+
+def logits_of(place: Path) -> np.ndarray:
+    """The same, of the model that is stored at a place."""
+    return logits(opened(place)[1].next_token_model.model)
 
 
 def write_corpus(prefix: Path, num_tokens: int = 4000, vocab_size: int = 300) -> str:

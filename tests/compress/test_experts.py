@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import paddle
 import pytest
 
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.commands.checkpoint_verbs import Quantize
-from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import quantize
-from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.compress.rounding import dequantize
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.generation.generator import Generator
 from ppfleetx.nn.stage import canonical_parameters
-from tests.compress.runs import DEEPSEEK, add_adapters, write_corpus, write_run
+from tests.compress.runs import DEEPSEEK, add_adapters, logits, logits_of, opened, write_corpus, write_run
 
 PROMPTS = ["the cat", "and the other hat", "the"]
 WAYS = {
@@ -35,18 +28,6 @@ WAYS = {
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     return write_run(tmp_path_factory.mktemp("deepseek") / "run", DEEPSEEK)
-
-
-def generator_of(place: Path) -> Generator:
-    with ExitStack() as stack:
-        found = resolve_model(place, stack)
-        return load_generator(load_config(found.config, found.overrides([])), ParallelContext.single())
-
-
-def logits(generator: Generator) -> np.ndarray:
-    tokens = paddle.to_tensor(np.random.default_rng(2).integers(0, 300, (3, 11)))
-    with paddle.no_grad():
-        return generator.next_token_model.model(tokens).numpy()
 
 
 def rounded(name: str, small: dict[str, np.ndarray]) -> np.ndarray:
@@ -71,9 +52,9 @@ def test_logits_are_those_of_the_rounded_weights(run_dir, tmp_path, way):
     small = {name: np.array(checkpoint.read(name)) for name in checkpoint.names()}
     experts = "decoder.layers.1.mlp.experts.fc1.weight"
     assert small[experts].shape == (6, 24 if way == "int4" else 48, 64)
-    before, got = (logits(generator_of(place)) for place in (run_dir, tmp_path / "small"))
-    plain = generator_of(run_dir)
-    for name, parameter in canonical_parameters(plain.next_token_model.model).items():
+    before, got = logits_of(run_dir), logits_of(tmp_path / "small")
+    plain = opened(run_dir)[1].next_token_model.model
+    for name, parameter in canonical_parameters(plain).items():
         parameter.set_value(rounded(name, small).astype(np.float32))
     expected = logits(plain)
     assert np.abs(expected - before).max() > 1e-3
@@ -87,7 +68,7 @@ def test_logits_are_those_of_the_rounded_weights(run_dir, tmp_path, way):
 def test_decoding_with_a_cache_continues_as_the_whole_pass(run_dir, tmp_path, to):
     quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), **WAYS[to]))
     for place in (tmp_path / "small", add_adapters(tmp_path / "small", tmp_path / "adapted")):
-        generator = generator_of(place)
+        _, generator = opened(place)
         cached, whole = (
             GenerationConfig(decode_strategy="greedy_search", max_dec_len=16, use_cache=use)
             for use in (True, False)
@@ -99,15 +80,7 @@ def test_decoding_with_a_cache_continues_as_the_whole_pass(run_dir, tmp_path, to
     "options", [{"to": "int4", "method": "gptq"}, {"to": "int8", "smooth": True}], ids=["gptq", "smooth"]
 )
 def test_what_needs_the_inputs_of_each_expert_is_refused(run_dir, tmp_path, options):
-    corpus = write_corpus(tmp_path / "text")
+    options = {"calibration": write_corpus(tmp_path / "text"), "samples": 8, **options}
     with pytest.raises(ConfigError) as refused:
-        quantize(
-            Quantize(
-                checkpoint=str(run_dir),
-                output=str(tmp_path / "small"),
-                calibration=corpus,
-                samples=8,
-                **options,
-            )
-        )
+        quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), **options))
     assert refused.value.key == ("--smooth" if "smooth" in options else "--method")

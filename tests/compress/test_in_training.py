@@ -54,7 +54,7 @@ def test_one_head_is_no_matter_where_units_are_pruned():
     assert cfg.Compress.pruning is not None and cfg.Model.kv_heads == 1
 
 
-def test_a_run_that_goes_back_is_pruned_anew(monkeypatch):
+def test_a_run_that_goes_back_is_pruned_anew():
     found = pruning({"Compress.Prune.begin_step": 2})
     parameters = dict(found.runner.named_parameters())
     weight = parameters["decoder.layers.0.mlp.fc2.weight"]

@@ -24,20 +24,24 @@ SHARDING_3 = ["Distributed.sharding.sharding_degree=2", "Distributed.sharding.sh
 FORMS = {"int8": {"to": "int8", "group": 8}, "int4": {"to": "int4", "group": 8}}
 
 
+def quantized(run_dir: Path, output: Path, **options: object) -> Path:
+    """The configuration of a quantized checkpoint, which names it."""
+    step = quantize(Quantize(checkpoint=str(run_dir), output=str(output), **options))
+    config = output.with_suffix(".yaml")
+    place = f"Engine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"
+    config.write_text(f"{(step / 'config.yaml').read_text()}\n{place}")
+    return config
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> dict[tuple[str, str], str]:
-    """Configuration of each style in each form; its checkpoint is named in it."""
+    """Configuration of each style in each form."""
     configs = {}
     for style, model in MODELS.items():
         room = tmp_path_factory.mktemp(style)
         run_dir = write_run(room / "run", model)
         for form, options in FORMS.items():
-            step = quantize(Quantize(checkpoint=str(run_dir), output=str(room / form), **options))
-            config = room / f"{form}.yaml"
-            text = (step / "config.yaml").read_text()
-            place = f"Engine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"
-            config.write_text(f"{text}\n{place}")
-            configs[style, form] = str(config)
+            configs[style, form] = str(quantized(run_dir, room / form, **options))
     return configs
 
 
@@ -79,11 +83,7 @@ def test_adapters_beside_quantised_weights_train_as_on_one_card(pools, small, st
 
 def test_groups_that_ranks_would_share(pools, tmp_path) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
-    step = quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int4", group=16))
-    config = tmp_path / "small.yaml"
-    config.write_text(
-        (step / "config.yaml").read_text() + f"\nEngine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"
-    )
+    config = quantized(run_dir, tmp_path / "small", to="int4", group=16)
     assert load_config(config).Compress.Weights.group_size == 16
     with pytest.raises(RanksFailedError, match=r"groups of 16 do not divide 24 .*leaves 24 of 48 to a rank"):
         pools(2).run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.layer_factory import LocalFactory
-from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
+from tests.compress.runs import MODELS, add_adapters, logits, logits_of, opened, write_corpus, write_run
 
 PROMPTS = ["the cat", "and the other hat", "the"]
 
@@ -47,20 +46,13 @@ def corpus(tmp_path_factory) -> str:
     return write_corpus(tmp_path_factory.mktemp("data") / "text")
 
 
+GREEDY = ("Generation.max_dec_len=12", "Generation.decode_strategy=greedy_search")
+
+
 def _quantize(run_dir: Path, output: Path, **options) -> dict:
     options = {"to": "int8", "samples": 16, **options}
     quantize(Quantize(checkpoint=str(run_dir), output=str(output), **options))
     return json.loads((output / REPORT_FILE).read_text())
-
-
-def _generator(place: Path):
-    with ExitStack() as stack:
-        found = resolve_model(place, stack)
-        cfg = load_config(found.config, found.overrides(["Generation.max_dec_len=12"]))
-        cfg = cfg.model_copy(
-            update={"Generation": cfg.Generation.model_copy(update={"decode_strategy": "greedy_search"})}
-        )
-        return load_generator(cfg, ParallelContext.single()), cfg
 
 
 WAYS = {
@@ -84,18 +76,16 @@ def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way
     assert all(layer["after"] < 0.4 * layer["before"] for layer in report["layers"])
     change = report["perplexity_after"] / report["perplexity_before"] - 1
     assert abs(change) < {"int8": 0.01, "int8 groups": 0.01, "w8a8": 0.03}.get(way, 0.3)
-    before = (resolve_checkpoint(str(run_dir)) / "mp_00_sharding_00_pp_00" / "model.safetensors").stat()
-    after = (
-        resolve_checkpoint(str(tmp_path / "small")) / "mp_00_sharding_00_pp_00" / "model.safetensors"
-    ).stat()
-    assert after.st_size < 0.45 * before.st_size
-    generator, cfg = _generator(tmp_path / "small")
+    file = "mp_00_sharding_00_pp_00/model.safetensors"
+    before, after = (resolve_checkpoint(place) / file for place in (run_dir, tmp_path / "small"))
+    assert after.stat().st_size < 0.45 * before.stat().st_size
+    cfg, generator = opened(tmp_path / "small", *GREEDY)
     assert cfg.Compress.Weights.bits == (4 if "to" in WAYS[way] else 8)
     results = generator.generate(PROMPTS, cfg.Generation)
     alone = [generator.generate([prompt], cfg.Generation)[0] for prompt in PROMPTS]
     assert [one[0].ids for one in results] == [one[0].ids for one in alone]
     if way == "int8":
-        original, _ = _generator(run_dir)
+        _, original = opened(run_dir, *GREEDY)
         wanted = [one[0].ids for one in original.generate(PROMPTS, cfg.Generation)]
         assert sum(mine[0].ids[0] == ids[0] for mine, ids in zip(results, wanted, strict=True)) >= 2
 
@@ -137,17 +127,17 @@ def test_what_is_kept_keeps_its_element_type(run_dir, corpus, tmp_path, smooth) 
     assert bool(smoothed) == smooth and all("norm" in name for name in smoothed)
     sizes = {name: np.prod(e.shape) * NUMPY_OF_DTYPE[e.dtype].itemsize for name, e in entries.items()}
     assert report["kept"] == sum(sizes[name] for name in kept)
-    generator, cfg = _generator(tmp_path / "small")
+    cfg, generator = opened(tmp_path / "small", *GREEDY)
     assert generator.generate(["the"], cfg.Generation)[0][0].ids
 
 
 def test_a_width_that_no_group_divides(tmp_path, caplog) -> None:
-    odd = {**MODELS["gpt2_style"], "hidden_size": 60, "ffn_hidden_size": 240}
+    odd = MODELS["gpt2_style"] | {"hidden_size": 60, "ffn_hidden_size": 240}
     run_dir = write_run(tmp_path / "run", odd)
     report = _quantize(run_dir, tmp_path / "small", to="int4")
     bits = {layer["name"]: layer["bits"] for layer in report["layers"] if "decoder" in layer["name"]}
     assert bits == {f"decoder.layers.{i}.mlp.fc2": 4 for i in range(odd["num_layers"])}
-    generator, cfg = _generator(tmp_path / "small")
+    cfg, generator = opened(tmp_path / "small", *GREEDY)
     assert generator.generate(["the"], cfg.Generation)[0][0].ids
     run_dir = write_run(tmp_path / "odder", odd | {"ffn_hidden_size": 100})
     with pytest.raises(ConfigError, match="use --to int8") as error:
@@ -170,7 +160,7 @@ def test_without_data_there_is_no_perplexity_and_layers_may_be_left_out(run_dir,
     report = _quantize(run_dir, tmp_path / "small", skip=("head", "embedding.*", "*.fc2"))
     assert report["perplexity_after"] is None and "not measured" in capsys.readouterr().out
     assert {layer["name"].rpartition(".")[2] for layer in report["layers"]} == {"qkv", "out_proj", "fc1"}
-    generator, cfg = _generator(tmp_path / "small")
+    cfg, generator = opened(tmp_path / "small", *GREEDY)
     assert generator.generate(["the"], cfg.Generation)[0][0].ids
 
 
@@ -198,19 +188,10 @@ def test_too_little_data(run_dir, tmp_path) -> None:
         _quantize(run_dir, tmp_path / "small", calibration=corpus)
 
 
-def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch) -> None:
-    from ppfleetx.nn import stage
-
-    def with_nan(*args):
-        values = draw(*args)
-        if args[2] == "decoder.layers.1.mlp.fc1.weight":
-            values[0, 0] = np.nan
-        return values
-
-    draw = stage.draw
-    monkeypatch.setattr(stage, "draw", with_nan)
-    run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
-    with pytest.raises(UserError, match=r"decoder.layers.1.mlp.fc1.weight .* NaN or infinite"):
+def test_a_weight_that_is_no_number_is_named(tmp_path) -> None:
+    name = "decoder.layers.1.mlp.fc1.weight"
+    run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"], factors={name: np.nan})
+    with pytest.raises(UserError, match=f"{name} .* NaN or infinite"):
         _quantize(run_dir, tmp_path / "small")
 
 
@@ -223,22 +204,18 @@ def test_a_model_trained_with_quantisation_computes_what_it_was_trained_to(style
     report = _quantize(run_dir, tmp_path / "small", activations="int8", skip=edges)
     assert report["on_trained_grid"] == 8
     assert "8 linears lie on the grid that training" in capsys.readouterr().out
-    logits = [_logits(_generator(place)[0]) for place in (run_dir, tmp_path / "small")]
+    tokens, positions = paddle.arange(1, 21).reshape([1, 20]), paddle.arange(20).unsqueeze(0)
+    models = (opened(place)[1].next_token_model for place in (run_dir, tmp_path / "small"))
+    logits = [model.without_cache(tokens, positions, None).numpy() for model in models]
     np.testing.assert_allclose(*logits, atol=1e-4 * np.abs(logits[0]).max())
 
 
 def test_a_quantised_model_teaches(run_dir, tmp_path) -> None:
     _quantize(run_dir, tmp_path / "small", to="int4", group=16)
-    generator, cfg = _generator(tmp_path / "small")
+    cfg, generator = opened(tmp_path / "small")
     teacher = load_teacher(str(tmp_path / "small"), cfg.Model, LocalFactory())
-    tokens = paddle.arange(1, 21).reshape([1, 20])
-    logits, expected = teacher(tokens, paddle.arange(20).unsqueeze(0))[-1].numpy(), _logits(generator)
-    np.testing.assert_allclose(logits[:, : expected.shape[1]], expected, atol=1e-4 * np.abs(expected).max())
-
-
-def _logits(generator) -> np.ndarray:
-    tokens = paddle.arange(1, 21).reshape([1, 20])
-    return generator.next_token_model.without_cache(tokens, paddle.arange(20).unsqueeze(0), None).numpy()
+    expected = logits(generator.next_token_model.model)
+    np.testing.assert_allclose(logits(teacher), expected, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("to", ["int8", "int4"])
@@ -249,12 +226,9 @@ def test_adapters_and_the_quantised_weights_beside_them_are_merged(run_dir, tmp_
     step = merge_lora(adapted, tmp_path / "merged")
     entries = open_resolved(resolve_checkpoint(str(step)))
     assert {entries.entry(name).dtype for name in entries.names()} == {"F32"}
-    logits = []
-    for place in (adapted, tmp_path / "merged"):
-        generator, cfg = _generator(place)
-        assert (cfg.Model.lora is None) == (place != adapted)
-        logits.append(_logits(generator))
-    np.testing.assert_allclose(*logits, atol=2e-3 * np.abs(logits[0]).max())
+    assert opened(adapted)[0].Model.lora is not None and opened(tmp_path / "merged")[0].Model.lora is None
+    expected = logits_of(adapted)
+    np.testing.assert_allclose(logits_of(tmp_path / "merged"), expected, atol=2e-3 * np.abs(expected).max())
 
 
 def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
@@ -264,9 +238,8 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
         _quantize(small, tmp_path / "again")
     with pytest.raises(CheckpointError, match=r"is quantized .* and is not converted"):
         convert(Conversion("ppfleetx", "hf", small, tmp_path / "hf"))
-    occupied = tmp_path / "small"
     with pytest.raises(ConfigError, match="exists already"):
-        _quantize(run_dir, occupied)
+        _quantize(run_dir, small)
     with ExitStack() as stack:
         found = resolve_model(small, stack)
         cfg = load_config(found.config, found.overrides())
@@ -276,35 +249,22 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
         with pytest.raises(CheckpointError, match=r"is quantized .* cannot be trained"):
             load_generator(plain, ParallelContext.single())
         options = cfg.Engine.save_load.model_copy(update={"ckpt_dir": str(run_dir)})
-        engine = cfg.Engine.model_copy(update={"save_load": options})
         with pytest.raises(CheckpointError, match="is not quantized"):
-            load_generator(cfg.model_copy(update={"Engine": engine}), ParallelContext.single())
+            load_generator(cfg.changed("Engine", save_load=options), ParallelContext.single())
     manifest = open_resolved(resolve_checkpoint(str(small))).manifest
     assert manifest.state["source"]["quantized"]["to"] == "int8"
     assert manifest.step == find_weights(cfg, ParallelContext.single()).state.step > 0
-    assert replace(manifest, state={}).config["Compress"]["Weights"]["bits"] == 8
+    assert manifest.config["Compress"]["Weights"]["bits"] == 8
 
 
 @pytest.fixture(scope="module", params=["inputs", "weights"])
 def outlier_run(request, tmp_path_factory) -> tuple[str, Path]:
     """A model whose linear has one input that is 1000 times as large as the others, or 1000 times as large
     weights for one; what it computes is as without."""
-    from ppfleetx.nn import stage
-
     factor = 1000.0 if request.param == "inputs" else 1e-3
     factors = {"decoder.layers.1.mlp_norm.weight": factor, "decoder.layers.1.mlp.fc1.weight": 1 / factor}
-
-    def planted(*args):
-        values = draw(*args)
-        values[5] *= factors.get(args[2], 1)
-        return values
-
-    draw, stage.draw = stage.draw, planted
-    try:
-        run = write_run(tmp_path_factory.mktemp("outlier") / "run", MODELS["llama_style"])
-    finally:
-        stage.draw = draw
-    return request.param, run
+    directory = tmp_path_factory.mktemp("outlier") / "run"
+    return request.param, write_run(directory, MODELS["llama_style"], factors=factors)
 
 
 def test_outlier_channels_are_named(outlier_run, corpus, tmp_path, capfd) -> None:

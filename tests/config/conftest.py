@@ -1,11 +1,15 @@
-"""A small valid configuration as a file, and a way to write others."""
+"""A small valid configuration as a file, a way to write others, and the message of one that is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
 
 SMALL = """\
 Global:
@@ -26,6 +30,13 @@ Data:
 Optimizer:
   lr: {max_lr: 2e-5}
 """
+
+
+def refusal(path: Path | str, overrides: Sequence[str] = (), **options: Any) -> str:
+    """What is said of a configuration that cannot be loaded."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, **options)
+    return str(caught.value)
 
 
 @pytest.fixture

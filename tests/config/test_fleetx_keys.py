@@ -142,18 +142,6 @@ def test_the_two_later_files_for_quantised_training(small, write):
         assert cfg.Compress.quantization.quantizes("decoder.layers.0.mlp.fc1", "ColumnParallelLinear")
 
 
-def test_precision_and_overlap(small, write):
-    text = """\
-_base_: small.yaml
-Engine: {mix_precision: {enable: True, level: o2, use_fp16_guard: False}}
-Distributed: {sharding: {comm_overlap: True}}
-"""
-    cfg = load_config(write("t.yaml", text))
-    assert (cfg.Engine.mix_precision.level, cfg.Distributed.sharding.reduce_overlap) == ("O2", True)
-    assert len(cfg.warnings) == 3
-    assert load_config(small, ["Engine.mix_precision.level=o1"]).Engine.mix_precision.level == "O1"
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [

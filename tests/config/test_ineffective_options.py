@@ -107,6 +107,7 @@ CASES = [
         "Model.add_bias_linear",
     ),
     (["Model.fused_linear=True"], "Model.fused_linear"),
+    (["Model.fuse_attn_qkv=False"], "Model.fuse_attn_qkv"),
     (["Data.Train.sampler.drop_last=False"], "Data.Train.sampler.drop_last"),
     (["Data.Train.dataset.eod_id=3"], "Data.Train.dataset.eod_id"),
     (["Data.Train.dataset.eod_id=3", "Data.Train.dataset.eod_mask_loss=True"], ""),

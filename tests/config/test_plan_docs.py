@@ -1,4 +1,4 @@
-"""The computed parts of docs/parallelism.md, and the schedules they draw."""
+"""The computed parts of the documentation, and the schedules that docs/parallelism.md draws."""
 
 import subprocess
 import sys
@@ -11,7 +11,10 @@ from tools.gen_parallelism_docs import order_of_passes, timetable, zero_bubble_t
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["parallelism", "dialect", pytest.param("planner", marks=pytest.mark.slow)])
+PAGES = ["config", "parallelism", "dialect", pytest.param("planner", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_are_up_to_date(page):
     tool = f"tools/gen_{page}_docs.py"
     done = subprocess.run([sys.executable, tool, "--check"], cwd=ROOT, capture_output=True, text=True)

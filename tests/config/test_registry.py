@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config import registries, required_plugins
+from ppfleetx.config import loader, registries
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registry import Registry, load_target
@@ -119,7 +119,7 @@ def test_a_file_names_no_plugin_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(ConfigError, match=r"config\.yaml:\d+.*the plugin mine\.parts.*--plugin mine\.parts"):
         load_config(config)
     assert "mine" not in sys.modules
-    monkeypatch.setattr(required_plugins, "_imported", {"mine.parts": None, "more": None})
+    monkeypatch.setattr(loader, "imported_plugins", {"mine.parts": None, "more": None})
     assert load_config(config).Global.plugins == ("mine.parts", "os", "more")
 
 

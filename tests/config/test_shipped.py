@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,12 +36,8 @@ def test_pretraining_sizes(row):
     name, layers, hidden, heads, ffn, vocab, positions, seq, sizes, world, params = row
     cfg = load_config(GPT / f"pretrain_gpt_{name}.yaml")
     model, batch = cfg.Model, cfg.batch
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_size) == (
-        layers,
-        hidden,
-        heads,
-        ffn,
-    )
+    found = (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_size)
+    assert found == (layers, hidden, heads, ffn)
     assert (model.padded_vocab_size, model.max_position_embeddings) == (vocab, positions)
     assert cfg.Data.Train.dataset.max_seq_len == cfg.Data.Eval.dataset.max_seq_len == seq
     assert (batch.global_batch_size, batch.local_batch_size, batch.micro_batch_size) == sizes
@@ -208,13 +202,6 @@ def test_every_field_is_documented():
                 yield from missing(inner)
 
     assert list(missing(RunConfig)) == []
-
-
-def test_generated_files_are_up_to_date():
-    done = subprocess.run(
-        [sys.executable, "tools/gen_config_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"run tools/gen_config_docs.py: {done.stdout}{done.stderr}"
 
 
 def test_schema_knows_every_key_and_choice():

@@ -7,6 +7,7 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.config.sections.model import ModelConfig
@@ -18,6 +19,7 @@ from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.tensor_mapping import rules
 from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
 from tests.helpers.hf_weights import hf_to_canonical
@@ -51,6 +53,17 @@ def write(directory, name, *, dtype=None, shards=1, **changes):
         where |= dict.fromkeys(part, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return directory
+
+
+def lazy(arrays):
+    """Tensors of 32 bits, by name."""
+    return {name: LazyTensor("F32", array.shape, lambda array=array: array) for name, array in arrays.items()}
+
+
+def random_tensors(model):
+    rng = np.random.default_rng(0)
+    shapes = parameter_shapes(model)
+    return lazy({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()})
 
 
 def write_tokenizer(directory, eos="<|endoftext|>"):

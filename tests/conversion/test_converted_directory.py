@@ -5,11 +5,10 @@ Export and server load the checkpoint as generation does (``core.generate.load_g
 
 import shutil
 
-import numpy as np
 import pytest
 import yaml
 
-from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.commands.evaluate import evaluate, read_windows
 from ppfleetx.commands.generate import find_tokenizer, load_generator
 from ppfleetx.config.errors import DataError
@@ -19,7 +18,6 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
@@ -33,10 +31,7 @@ def converted(tmp_path_factory):
     root = tmp_path_factory.mktemp("converted")
     sizes = {"vocab_size": 260, "vocab_size_divisible_unit": 4, "max_position_embeddings": 64}
     model = tiny_config(**LLAMA_STYLE, **sizes, rope_scaling=YARN)
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in parameter_shapes(model).items()}
-    tensors = {n: LazyTensor("F32", a.shape, lambda a=a: a) for n, a in arrays.items()}
-    write_hf(tensors, model, root / "hf")
+    write_hf(hf_dirs.random_tensors(model), model, root / "hf")
     hf_dirs.write_tokenizer(root / "hf", eos="</s>")
     convert(Conversion("hf", "ppfleetx", root / "hf", root / "first"))
     shutil.move(root / "first", root / "moved")
@@ -72,8 +67,6 @@ def test_a_configuration_without_tokenizer_takes_the_one_that_is_stored(converte
     moved = tree.pop("Data")["tokenizer"]["dir"]
     assert moved == str(converted.parent / "first" / "tokenizer")
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(tree))
-    from ppfleetx.checkpoint.reader import open_checkpoint
-
     checkpoint = open_checkpoint(converted / "epoch_0_step_0")
     cfg = configuration(converted, converted, config=tmp_path / "own.yaml")
     assert find_tokenizer(cfg, checkpoint).eod_token == "</s>"

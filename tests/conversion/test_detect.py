@@ -1,6 +1,7 @@
 """Checkpoints of other programs where one of ours is expected: what they are, and how to convert them."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,136 +19,82 @@ from tests.conversion import hf_dirs
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+EMPTY_FILES = """
+indexed/model.safetensors.index.json notes.txt weights.pt model.gguf lm.pdparams peft/adapter_config.json
+nlp/model_state.pdparams nlp/config.json tp/model_state.tp00.pdparams GPT_345M/model.pdparams
+mega/iter_0000100/mp_rank_00/model_optim_rng.pt rank/mp_rank_00/model_optim_rng.pt
+dist/iter_0000100/__0_0.distcp dist/iter_0000100/common.pt dist/latest_checkpointed_iteration.txt
+dcp/__0_0.distcp dcp/.metadata flex/0_0.distcp flex/0.metadata out/rank_0/model.pdiparams
+config-alone/config.json fleetx/mp_00_sharding_00_pp_00/model.pdparams
+"""
 
 
-def touch(*paths):
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
-    return paths[0]
-
-
-def make_hf(root):
-    return hf_dirs.write(root / "hf", "hf_gpt2")
-
-
-def make_hf_file(root):
-    return make_hf(root) / "model.safetensors"
-
-
-def make_paddle(root):
-    path = hf_dirs.write(root / "paddle", "hf_llama")
-    save_file(hf_dirs.golden("hf_llama")[1], path / "model.safetensors", {"format": "np"})
-    return path
-
-
-def make_bert(root):
-    return hf_dirs.write(root / "bert", "hf_gpt2", model_type="bert")
-
-
-def make_bare(root):
-    path = make_hf(root)
-    (path / "config.json").unlink()
-    return path
-
-
-def make_bare_file(root):
-    return make_bare(root) / "model.safetensors"
-
-
-def make_cache(root):
-    cache = root / "models--gpt2"
-    hf_dirs.write(cache / "snapshots" / "607a30d", "hf_gpt2")
-    (cache / "refs").mkdir()
-    return cache
-
-
-def make_pdparams(root):
-    return touch(root / "nlp" / "model_state.pdparams", root / "nlp" / "config.json")
-
-
-def make_fleetx_file(root):
-    return touch(root / "GPT_345M" / "model.pdparams")
-
-
-def make_megatron(root):
-    touch(root / "mega" / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt")
-    return root / "mega"
-
-
-def make_megatron_dist(root):
-    touch(root / "dist" / "iter_0000100" / "__0_0.distcp", root / "dist" / "iter_0000100" / "common.pt")
-    touch(root / "dist" / "latest_checkpointed_iteration.txt")
-    return root / "dist"
-
-
-def make_torch_dist(root):
-    touch(root / "dcp" / "__0_0.distcp", root / "dcp" / ".metadata")
-    return root / "dcp"
-
-
-def make_paddle_dist(root):
-    touch(root / "flex" / "0_0.distcp", root / "flex" / "0.metadata")
-    return root / "flex"
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("others")
+    hf_dirs.write(root / "hf", "hf_gpt2")
+    hf_dirs.write(root / "bert", "hf_gpt2", model_type="bert")
+    hf_dirs.write(root / "paddle", "hf_llama")
+    save_file(hf_dirs.golden("hf_llama")[1], root / "paddle/model.safetensors", {"format": "np"})
+    for copy in ("indexed", "bare", "models--gpt2/snapshots/607a30d"):
+        shutil.copytree(root / "hf", root / copy)
+    (root / "bare/config.json").unlink()
+    (root / "models--gpt2/refs").mkdir()
+    (root / "empty").mkdir()
+    for name in EMPTY_FILES.split():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
 
 
 CONVERT = "Convert it first: ppfleetx convert --from"
 CASES = {
-    make_hf: rf"is a gpt2 of Hugging Face\. {CONVERT} hf --to ppfleetx --input .*/hf --output hf-ppfleetx,",
-    make_hf_file: rf"model.safetensors is one file of a checkpoint: .* {CONVERT} hf .* --input .*/hf --o",
-    lambda root: make_hf(root) / "config.json": rf"config.json is one file of a checkpoint: .* {CONVERT} hf",
-    lambda root: touch(make_hf(root) / "model.safetensors.index.json"): "is one file of a checkpoint: ",
-    lambda root: touch(root / "notes.txt"): r"is a file\. A checkpoint is a directory, or the file latest or",
-    make_paddle: rf"is a llama of PaddleNLP or PaddleFormers\. {CONVERT} hf",
-    make_bert: "cannot be converted: model_type 'bert' is not supported",
-    make_bare: r"holds weights and no config\.json",
-    make_bare_file: r"holds only tensors.*config\.json beside it",
-    make_cache: rf"Hugging Face's cache of a model: .*607a30d is a gpt2 of Hugging Face\. {CONVERT} hf",
-    make_pdparams: "one file of a checkpoint: .* cannot be converted: .*not valid JSON",
-    make_fleetx_file: r"Name its directory, which needs no conversion: .*GPT_345M$",
-    make_megatron: rf"is a checkpoint of Megatron-LM\. {CONVERT} megatron --to ppfleetx --input .*/mega",
-    make_megatron_dist: r"Megatron-LM in its distributed format \(\.distcp\).*--from megatron",
-    make_torch_dist: r"distributed checkpoint of PyTorch \(\.distcp\), which is not read",
-    make_paddle_dist: r"distributed checkpoint of Paddle .*save_to_hf=True",
-    lambda root: touch(
-        root / "x" / "mp_rank_00" / "model_optim_rng.pt"
-    ): rf"{CONVERT} megatron .*/x --output",
-    lambda root: touch(root / "weights.pt"): "is a file of PyTorch's",
-    lambda root: touch(root / "model.gguf"): rf"is a GGUF file\. {CONVERT} gguf",
-    lambda root: touch(root / "lm.pdparams"): r"is a file of Paddle's.*model_state\.pdparams of PaddleNLP",
-    lambda root: touch(root / "peft" / "adapter_config.json").parent: "holds adapters of PEFT",
-    lambda root: (
-        touch(root / "tp" / "model_state.tp00.pdparams").parent
-    ): "tensor-parallel parts of PaddleNLP",
-    lambda root: touch(root / "out" / "rank_0" / "model.pdiparams").parents[1]: "is an exported program",
+    "hf": rf"is a gpt2 of Hugging Face\. {CONVERT} hf --to ppfleetx --input .*/hf --output hf-ppfleetx,",
+    "hf/model.safetensors": rf"is one file of a checkpoint: .* {CONVERT} hf .* --input .*/hf --o",
+    "hf/config.json": rf"is one file of a checkpoint: .* {CONVERT} hf",
+    "indexed/model.safetensors.index.json": "is one file of a checkpoint: ",
+    "notes.txt": r"is a file\. A checkpoint is a directory",
+    "paddle": rf"is a llama of PaddleNLP or PaddleFormers\. {CONVERT} hf",
+    "bert": "cannot be converted: model_type 'bert'",
+    "bare": r"holds weights and no config\.json",
+    "bare/model.safetensors": r"holds only tensors.*config\.json beside it",
+    "models--gpt2": rf"cache of a model: .*607a30d is a gpt2 of Hugging Face\. {CONVERT} hf",
+    "nlp/model_state.pdparams": "one file of a checkpoint: .* cannot be converted: .*not valid JSON",
+    "GPT_345M/model.pdparams": "needs no conversion: .*GPT_345M$",
+    "mega": rf"is a checkpoint of Megatron-LM\. {CONVERT} megatron --to ppfleetx --input .*/mega",
+    "dist": r"Megatron-LM in its distributed format .*--from megatron",
+    "dcp": r"distributed checkpoint of PyTorch",
+    "flex": r"distributed checkpoint of Paddle .*save_to_hf=True",
+    "rank/mp_rank_00/model_optim_rng.pt": rf"{CONVERT} megatron .*/rank --output",
+    "weights.pt": "is a file of PyTorch's",
+    "model.gguf": rf"is a GGUF file\. {CONVERT} gguf",
+    "lm.pdparams": r"is a file of Paddle's.*model_state\.pdparams of PaddleNLP",
+    "peft": "holds adapters of PEFT",
+    "tp": "tensor-parallel parts of PaddleNLP",
+    "out": "is an exported program",
 }
 
 
-@pytest.mark.parametrize("make, words", CASES.items(), ids=range(len(CASES)))
-def test_a_foreign_checkpoint_says_what_it_is(tmp_path, make, words):
-    place = make(tmp_path)
-    with pytest.raises(CheckpointError, match=words) as caught:
+@pytest.mark.parametrize("name", CASES)
+def test_a_foreign_checkpoint_says_what_it_is(tree, name):
+    place = tree / name
+    with pytest.raises(CheckpointError, match=CASES[name]) as caught:
         resolve_checkpoint(place)
     assert str(caught.value).startswith(str(place))
     for key in ("Engine.save_load.init_from", "Engine.save_load.ckpt_dir", "Model.lora.base"):
-        with pytest.raises(ConfigError, match=words) as caught:
+        with pytest.raises(ConfigError, match=CASES[name]) as caught:
             check_report(load_config(NANO, [f"{key}={place}"]))
         assert str(caught.value).startswith(f"{key} = ")
         assert f"(-o override 1): {place} " in str(caught.value)
 
 
-def test_what_is_ours_or_fleetxs_or_absent_is_passed_over(tmp_path):
-    convert(Conversion("hf", "ppfleetx", hf_dirs.write(tmp_path / "hf", "hf_gpt2"), tmp_path / "run"))
-    touch(tmp_path / "fleetx" / "mp_00_sharding_00_pp_00" / "model.pdparams")
-    (tmp_path / "empty").mkdir()
-    touch(tmp_path / "config-alone" / "config.json")
-    step = "run/epoch_0_step_0"
-    ours = ("run", "run/latest", step, f"{step}/mp_00_sharding_00_pp_00")
-    for name in (*ours, "fleetx", "empty", "none", "config-alone"):
-        assert described(tmp_path / name) is None, name
-        assert "is valid" in check_report(
-            load_config(NANO, [f"Engine.save_load.init_from={tmp_path / name}"])
-        )
+def test_what_is_ours_or_fleetxs_or_absent_is_passed_over(tree, tmp_path):
+    convert(Conversion("hf", "ppfleetx", tree / "hf", tmp_path / "run"))
+    step = tmp_path / "run/epoch_0_step_0"
+    ours = (tmp_path / "run", tmp_path / "run/latest", step, step / "mp_00_sharding_00_pp_00")
+    for place in (*ours, *(tree / name for name in ("fleetx", "empty", "none", "config-alone"))):
+        assert described(place) is None, place
+        assert "is valid" in check_report(load_config(NANO, [f"Engine.save_load.init_from={place}"]))
 
 
 def test_the_command_it_gives_works(tmp_path):

@@ -168,19 +168,6 @@ LLAMA = {
 OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
 
 
-def renamed(source: Path, target: Path, config: dict, names: dict[str, str], fuse: Any = None) -> Path:
-    """A directory with the tensors of ``source`` under other names, and fused as ``fuse`` does."""
-    tensors = load_file(source / "model.safetensors")
-    if fuse is not None:
-        tensors = fuse(tensors)
-    for old, new in names.items():
-        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(config))
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
 def fuse_qkv(tensors: dict[str, np.ndarray], name: str, groups: int) -> dict[str, np.ndarray]:
     """Put q, k and v of each layer into one matrix ``[out, in]`` of ``groups`` of rows."""
     made = dict(tensors)
@@ -204,19 +191,25 @@ INTERNLM2 = {
 }
 
 
-@pytest.mark.parametrize("kind", ["internlm2", "baichuan"])
-def test_llamas_under_other_names(tmp_path, kind):
-    groups = 2 if kind == "internlm2" else 1
-    heads = 2 if kind == "internlm2" else 4
-    llama = LLAMA | {"num_key_value_heads": heads}
-    fused, names = ("wqkv", INTERNLM2) if kind == "internlm2" else ("W_pack", {})
-    config = llama | OWN_CODE | {"model_type": kind}
-    if kind == "baichuan":
-        del config["num_key_value_heads"]
-        del config["rope_theta"]
-        llama |= {"rope_theta": 10000.0}
-    source = write(tmp_path / "llama", llama)
-    other = renamed(source, tmp_path / kind, config, names, lambda tensors: fuse_qkv(tensors, fused, groups))
+BAICHUAN = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rope_theta")}
+
+
+@pytest.mark.parametrize(
+    "kind, config, change, names, fused, groups",
+    [
+        ("internlm2", LLAMA, {}, INTERNLM2, "wqkv", 2),
+        ("baichuan", BAICHUAN, {"num_key_value_heads": 4, "rope_theta": 10000.0}, {}, "W_pack", 1),
+    ],
+)
+def test_llamas_under_other_names(tmp_path, kind, config, change, names, fused, groups):
+    source = write(tmp_path / "llama", LLAMA | change)
+    other = tmp_path / kind
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | OWN_CODE | {"model_type": kind}))
+    tensors = fuse_qkv(load_file(source / "model.safetensors"), fused, groups)
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
     tokens, _ = logits_of("neox")
     found, expected = (
         our_logits(weights, ModelConfig(**weights.model), tokens) for weights in map(read_hf, (other, source))
@@ -241,21 +234,29 @@ def test_minicpm_is_a_granite_with_other_factors():
 
 
 def test_baichuan_13b_has_linear_biases_and_baichuan_2_is_refused():
-    config = {key: LLAMA[key] for key in LLAMA.keys() - {"max_position_embeddings", "rope_theta"}}
-    del config["num_key_value_heads"]
-    found = model_keys(config | {"model_type": "baichuan", "model_max_length": 128})
+    config = BAICHUAN | {"model_type": "baichuan", "max_position_embeddings": None}
+    found = model_keys(config | {"model_max_length": 128})
     assert (found["position_embedding_type"], found["max_position_embeddings"]) == ("alibi", 128)
     with pytest.raises(CheckpointError, match="Baichuan 2"):
-        model_keys(config | {"model_type": "baichuan", "vocab_size": 125696})
+        model_keys(config | {"vocab_size": 125696})
 
 
-QWEN = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+def without(name: str, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in TOLD[name]["config"].items() if key not in keys}
+
+
+ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
+BASES = {"smollm3": 2e6, "cohere": 5e5, "ernie4_5": 5e5, "olmo3": 5e5, "qwen3": 1e4}
+EPSILONS = {"glm": 1.5625e-7, "glm4": 1.5625e-7, "olmo2": 1e-5, "qwen3": 1e-6}
+QWEN = without("qwen2_window", "layer_types")
+QWEN |= {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8}
+OLD_NEOX = without("neox", "rope_parameters")
+OLD_NEOX |= {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
 
 
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim 16 is not hidden_size"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False of this opt"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm: True of this bloom"),
         ("falcon", {"alibi": True}, "alibi: True of this falcon"),
@@ -298,47 +299,34 @@ def test_what_is_another_network_is_refused(name, change, message):
     ],
 )
 def test_values_that_transformers_would_guess_must_be_there(name, absent):
-    config = dict(TOLD[name]["config"])
-    del config[absent]
     with pytest.raises(CheckpointError, match=f"config.json lacks {absent}"):
-        model_keys(config)
-
-
-def test_a_limit_that_is_null_is_none():
-    keys = model_keys(TOLD["gemma2"]["config"] | {"attn_logit_softcapping": None})
-    assert keys["attn_logit_softcapping"] is None
-    assert keys["final_logit_softcapping"] == 30.0
+        model_keys(without(name, absent))
 
 
 @pytest.mark.parametrize(
-    ("name", "base"), [("smollm3", 2e6), ("cohere", 5e5), ("ernie4_5", 5e5), ("olmo3", 5e5), ("qwen3", 1e4)]
-)
-def test_the_base_of_transformers_if_none_is_given(name, base):
-    config = {key: value for key, value in TOLD[name]["config"].items() if "rope" not in key}
-    assert model_keys(config)["rotary_base"] == base
-
-
-@pytest.mark.parametrize(
-    ("name", "epsilon"), [("glm", 1.5625e-7), ("glm4", 1.5625e-7), ("olmo2", 1e-5), ("qwen3", 1e-6)]
-)
-def test_the_epsilon_of_transformers_if_none_is_given(name, epsilon):
-    config = {key: value for key, value in TOLD[name]["config"].items() if key != "rms_norm_eps"}
-    assert model_keys(config)["norm_epsilon"] == epsilon
-
-
-@pytest.mark.parametrize(
-    "name, change, window",
+    "config, key, value",
     [
-        ("mistral", {}, 3),
-        ("mistral", {"sliding_window": 64}, None),  # as long as the longest sequence
-        ("qwen2_window", {**QWEN, "max_window_layers": 4}, None),
-        ("qwen2_window", {**QWEN, "max_window_layers": 0}, 7),
-        ("qwen2_window", {**QWEN, "max_window_layers": 1}, 7),
-        ("qwen2", {"sliding_window": 8}, None),
+        # What transformers takes if nothing is given.
+        *((without(name, *ROPE), "rotary_base", base) for name, base in BASES.items()),
+        *((without(name, "rms_norm_eps"), "norm_epsilon", epsilon) for name, epsilon in EPSILONS.items()),
+        (without("neox", "rope_parameters"), "rotary_percent", 0.25),
+        # A limit that is null is none.
+        (TOLD["gemma2"]["config"] | {"attn_logit_softcapping": None}, "attn_logit_softcapping", None),
+        (TOLD["gemma2"]["config"] | {"attn_logit_softcapping": None}, "final_logit_softcapping", 30.0),
+        # A window as long as the longest sequence is none.
+        (TOLD["mistral"]["config"], "attention_window", 3),
+        (TOLD["mistral"]["config"] | {"sliding_window": 64}, "attention_window", None),
+        (QWEN | {"max_window_layers": 4}, "attention_window", None),
+        (QWEN | {"max_window_layers": 0}, "attention_window", 7),
+        (QWEN | {"max_window_layers": 1}, "attention_window", 7),
+        (TOLD["qwen2"]["config"] | {"sliding_window": 8}, "attention_window", None),
+        # The names of transformers 4.
+        (OLD_NEOX, "rotary_percent", 0.5),
+        (OLD_NEOX, "rotary_base", 500.0),
     ],
 )
-def test_windows(name, change, window):
-    assert model_keys(TOLD[name]["config"] | change)["attention_window"] == window
+def test_settings(config, key, value):
+    assert model_keys(config)[key] == value
 
 
 def test_the_quickstarts_model_is_a_gpt_neox():
@@ -355,12 +343,8 @@ def test_every_dropout_is_a_number():
 
 
 def test_older_files_of_gpt_neox(tmp_path):
-    """transformers 4 has names of its own for rotary positions; masks were stored; the head has two names."""
-    config = {key: value for key, value in TOLD["neox"]["config"].items() if key != "rope_parameters"}
-    assert model_keys(config)["rotary_percent"] == 0.25
-    older = config | {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
-    assert {"rotary_percent": 0.5, "rotary_base": 500.0}.items() <= model_keys(older).items()
-    source = write(tmp_path / "hf", older)
+    """Masks were stored; the head has two names."""
+    source = write(tmp_path / "hf", OLD_NEOX)
     tensors = load_file(source / "model.safetensors")
     masks = ("bias", "masked_bias", "rotary_emb.inv_freq")
     extra = {f"gpt_neox.layers.0.attention.{name}": np.zeros(2, np.float32) for name in masks}

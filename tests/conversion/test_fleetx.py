@@ -205,19 +205,13 @@ def test_generation_takes_it_as_ckpt_dir(tmp_path):
         "Generation": {"max_dec_len": 6, "prompt": "abc", "decode_strategy": "greedy_search"},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
-    converted = convert(
-        Conversion(
-            "fleetx", "ppfleetx", place, tmp_path / "ours", model=load_model_section(tmp_path / "config.yaml")
-        )
-    )
+    section = load_model_section(tmp_path / "config.yaml")
+    converted = convert(Conversion("fleetx", "ppfleetx", place, tmp_path / "ours", model=section))
     texts = []
     for path in (place, converted):
-        options = ["-o", f"Engine.save_load.ckpt_dir={path}", "--output", tmp_path / "out.jsonl"]
-        done = programs.run(
-            [sys.executable, "tasks/gpt/generation.py", "-c", tmp_path / "config.yaml", *options],
-            timeout=120,
-            cwd=Path(__file__).parents[2],
-        )
+        command = [sys.executable, "tasks/gpt/generation.py", "-c", tmp_path / "config.yaml"]
+        command += ["-o", f"Engine.save_load.ckpt_dir={path}", "--output", tmp_path / "out.jsonl"]
+        done = programs.run(command, timeout=120, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr
         texts.append((tmp_path / "out.jsonl").read_text())
     assert texts[0] == texts[1] and '"abc"' in texts[0]

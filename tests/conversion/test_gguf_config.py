@@ -7,6 +7,7 @@ import pytest
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.conversion.gguf_config import BY_TYPE, config_of, metadata_of
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from tests.conversion.test_gguf import hf_config_of
@@ -65,6 +66,12 @@ def config(
         ("phi3", PHI3, {"attention_window": None, "rotary_percent": 1.0}),
         ("phi3", PHI3 | {"rope.dimension_count": 6}, {"rotary_percent": 0.75}),
         ("llama", RMS | {"rope.scaling.type": "linear"}, {"rope_scaling": None}),
+        # Older files give a factor alone.
+        (
+            "llama",
+            RMS | {"rope.scaling.factor": 4.0},
+            {"rope_scaling": RopeScalingConfig(type="linear", factor=4)},
+        ),
     ],
 )
 def test_settings(name, values, expected):
@@ -93,6 +100,10 @@ def test_a_stablelm_is_parallel_without_a_second_norm():
 @pytest.mark.parametrize(
     ("name", "values", "factors", "message"),
     [
+        ("llama", RMS | {"expert_count": 8}, {}, "mixture of experts"),
+        ("llama", RMS | {"embedding_length": None}, {}, "lack llama.embedding_length"),
+        ("llama", {}, {}, "lack llama.attention.layer_norm_rms_epsilon"),
+        ("llama", RMS | {"rope.dimension_count": 4}, {}, "whole heads"),
         ("qwen2", WINDOW, {}, "without a sliding window"),
         ("granite", RMS | {"attention.head_count_kv": [2, 0, 2, 2, 2, 2]}, {}, "not the same for all"),
         ("llama", RMS | {"attention.head_count": [4, 4, 2, 4, 4, 4]}, {}, "not the same for all"),

@@ -11,6 +11,23 @@ from tests.helpers.ranks import Pools
 from tests.models.gpt_builders import load_golden
 
 
+def logits_under_plan(config: str, overrides: list[str], world: int, tokens: list[list[int]]) -> list:
+    """In a rank: its columns of the logits, ``[b, s, columns]`` as nested lists, in float32."""
+    import paddle
+
+    from ppfleetx.commands.train import build_runner, find_weights
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.distributed.init import init_distributed
+
+    cfg = load_config(config, overrides, world_size=world)
+    with paddle.utils.unique_name.guard(), paddle.no_grad():
+        ctx = init_distributed(cfg)
+        runner = build_runner(cfg, ctx, train=False)
+        find_weights(cfg, ctx).restore_weights(runner, cfg.Model)
+        runner.model.eval()
+        return runner.model(paddle.to_tensor(tokens)).transpose([1, 0, 2]).tolist()
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])
 def test_logits_are_hugging_faces(pools: Pools, tmp_path, name: str, sequence_parallel: bool) -> None:
@@ -25,7 +42,7 @@ def test_logits_are_hugging_faces(pools: Pools, tmp_path, name: str, sequence_pa
         f"Data.Train.dataset.max_seq_len={arrays['tokens'].shape[1]}",
     ]
     parts = pools(2).run(
-        "tests.conversion.rank_logits:logits_under_plan",
+        "tests.conversion.test_hf_under_plans:logits_under_plan",
         config=str(tmp_path / "ours" / "config.yaml"),
         overrides=overrides,
         world=2,

@@ -12,10 +12,10 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
-from ppfleetx.conversion.huggingface.config_import import model_keys, unknown_keys
+from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf
-from ppfleetx.models.gpt.spec import parameter_count
 from tests.conversion import hf_dirs
+from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3")
@@ -73,7 +73,7 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
         (drop("model.layers.1.mlp.gate.weight"), r"lacks the tensor model.layers.1.mlp.gate.weight"),
         (
             lambda weights: weights.update({EXPERT.format(2): weights[EXPERT.format(2)][:, 1:]}),
-            f"{EXPERT.format(2)} has shape .16, 31., its config.json asks for .16, 32.",
+            f"{EXPERT.format(2)} has shape .16, 31.,.* .16, 32.",
         ),
     ],
 )
@@ -161,109 +161,6 @@ def test_the_bias_of_a_router_stays_float32(tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-# config.json as it is published.
-PUBLISHED = {
-    "Mixtral-8x7B": {
-        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
-        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
-        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-        "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
-        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
-        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
-    },
-    "Qwen1.5-MoE-A2.7B": {
-        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
-        "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
-        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192,
-        "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408,
-        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
-        "num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False,
-        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
-        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True,
-        "use_sliding_window": False, "vocab_size": 151936,
-    },
-    "Qwen3-30B-A3B": {
-        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
-        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
-        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
-        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "DeepSeek-V3": {
-        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
-        "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
-        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
-        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
-        "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                         "original_max_position_embeddings": 4096, "type": "yarn"},
-        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
-        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
-    },
-    "DeepSeek-V2-Lite": {
-        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1,
-        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944,
-        "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
-        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
-        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
-        "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
-                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
-        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
-        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
-        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
-    },
-    "GLM-4.5-Air": {
-        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-        "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5,
-        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
-        "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
-        "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
-        "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.54.0",
-        "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
-    },
-}  # fmt: skip
-BILLIONS = {
-    "Mixtral-8x7B": 46.7, "Qwen1.5-MoE-A2.7B": 14.3, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9,
-    "DeepSeek-V3": 671.0, "DeepSeek-V2-Lite": 15.7,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_files_have_no_key_that_is_not_known(name):
-    config = PUBLISHED[name]
-    model = ModelConfig(**model_keys(config))
-    assert unknown_keys(config) == []
-    assert parameter_count(model) / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
-    assert hf_config(model, "BF16")["model_type"] == config["model_type"]
-
-
-@pytest.mark.parametrize("key, value", [("kv_lora_rank", "512"), ("v_head_dim", 0), ("norm_topk_prob", 1)])
-def test_values_have_the_types_of_ours(key, value):
-    with pytest.raises(CheckpointError, match=f"{key} = {value!r} in config.json: must be"):
-        model_keys(PUBLISHED["DeepSeek-V3"] | {key: value})
-
-
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_loss_and_gradients_equal_transformers(name):
     """Of routers and an expert, in the models without a balancing loss in transformers."""
@@ -273,22 +170,7 @@ def test_loss_and_gradients_equal_transformers(name):
     hf_dirs.assert_loss_and_gradients(config, weights, mine["input_ids"], labels, mine["ce"], gradients)
 
 
-def test_a_mixture_in_all_layers_needs_no_dense_width(tmp_path):
+def test_a_mixture_in_all_layers_needs_no_dense_width():
     """Mixtral has the experts' width alone; a network of ours may have another, for MLPs that it has not."""
-
     moe = {"num_experts": 4, "expert_ffn_size": 24, "aux_loss": {"kind": "none"}}
-    model = ModelConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        hidden_act="swiglu",
-        normalization="RMSNorm",
-        position_embedding_type="rope",
-        add_bias_linear=False,
-        tie_word_embeddings=False,
-        ffn_hidden_size=40,
-        moe=moe,
-    )
-    assert hf_config(model, "F32")["intermediate_size"] == 24
+    assert hf_config(tiny_config(**LLAMA_STYLE, moe=moe), "F32")["intermediate_size"] == 24

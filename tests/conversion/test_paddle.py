@@ -12,6 +12,7 @@ from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.directory import read_hf
 from ppfleetx.conversion.huggingface.paddlenlp import to_hf_layout
 from ppfleetx.conversion.huggingface.read_files import read_hf_config, read_stored
+from ppfleetx.conversion.huggingface.tensor_mapping import rules
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SQUARE = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -29,17 +30,7 @@ def llama(sizes, **more):
         **sizes,
         **more,
     }
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    values = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for layer in ("model.layers.0", "model.layers.1"):
-        shapes |= {f"{layer}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (hidden, hidden) for part in "qo"}
-        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (values, hidden) for part in "kv"}
-        shapes |= {f"{layer}.mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
-        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, inner)
-    if not config.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    shapes = {n: shape for rule in rules(config) for n, shape in zip(rule.theirs, rule.shapes, strict=True)}
     rng = np.random.default_rng(1)
     return config, {name: rng.standard_normal(shape, np.float32) * 0.4 for name, shape in shapes.items()}
 

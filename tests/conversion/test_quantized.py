@@ -38,20 +38,20 @@ def quantized(q, zeros, scales, group, scheme):
             return [[[int(row[o + at]) for at in order] for o in range(0, outputs, 8)] for row in matrix]
 
         return {"qweight": packed(rows(q)), "qzeros": packed(rows(zeros)), "scales": scales}
-    qweight = packed(
-        [
-            [[int(q[i + at, o]) for at in range(count)] for o in range(outputs)]
-            for i in range(0, inputs, count)
+
+    def along_rows(matrix):
+        return [
+            [[int(one) for one in row[o : o + count]] for o in range(0, outputs, count)] for row in matrix
         ]
+
+    qweight = packed(
+        [[[int(one) for one in column] for column in q[i : i + count].T] for i in range(0, inputs, count)]
     )
-    qzeros = packed(
-        [[[int(row[o + at]) for at in range(count)] for o in range(0, outputs, count)] for row in zeros]
-    )
+    qzeros = packed(along_rows(zeros))
     if scheme.get("checkpoint_format") != "gptq_v2":
         ones = packed([[[1] * count]]).item()
-        qzeros = np.array([[(int(word) - ones) % 2**32 for word in row] for row in qzeros], np.uint32).view(
-            np.int32
-        )
+        words = [[(int(word) - ones) % 2**32 for word in row] for row in qzeros]
+        qzeros = np.array(words, np.uint32).view(np.int32)
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": np.array(group, np.int32)}
 
 

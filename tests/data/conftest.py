@@ -1,14 +1,33 @@
-"""Corpora the data tests share."""
+"""A tokenizer, texts and corpora that the data tests share."""
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
+from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, TokenStore
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from tests.helpers.texts import random_text, small_tokenizer
 
 WriteCorpus = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """More than one block of a zstandard frame (128 KiB)."""
+    rng = random.Random(4)
+    return [" ".join(["x", *random_text(rng).split()]) for _ in range(2000)]
+
+
+def sequences(corpus: TokenStore) -> list[list[int]]:
+    return [corpus.get(index).tolist() for index in range(len(corpus))]
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ from ppfleetx.data import checksums
 from ppfleetx.data.checksums import checksums_path, compute_checksums, read_checksums
 from ppfleetx.data.corpus_checks import all_damage, verify_corpora, verify_corpus
 from ppfleetx.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from ppfleetx.data.prepare.merge_corpora import merge
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.prepare.text_corpus import find_sources
-from ppfleetx.data.tokenized_corpus import convert
+from ppfleetx.data.tokenized_corpus import convert, merge
 from tests.data.test_dataloader import make_config
 from tests.helpers.texts import small_tokenizer
 
@@ -62,10 +61,8 @@ def test_every_flipped_bit_is_found_with_its_documents(toy_prefix: str) -> None:
     for number in range(60):
         path = Path(f"{toy_prefix}{rng.choice(['.bin', '.bin', '.idx'])}")
         sound = path.read_bytes()
-        position = rng.randrange(len(sound))
-        flipped = bytearray(sound)
-        flipped[position] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
+        position, flip = rng.randrange(len(sound)), 1 << rng.randrange(8)
+        path.write_bytes(sound[:position] + bytes([sound[position] ^ flip]) + sound[position + 1 :])
         (damage,), _ = all_damage(toy_prefix)
         first = position // BLOCK * BLOCK
         end = min(first + BLOCK, len(sound))
@@ -88,9 +85,8 @@ def test_checksums_can_be_damaged_themselves(toy_prefix: str) -> None:
     sound, expected = path.read_bytes(), read_checksums(toy_prefix)
     rng = random.Random(5)
     for position in rng.sample(range(len(sound)), 200):
-        flipped = bytearray(sound)
-        flipped[position] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
+        flip = 1 << rng.randrange(8)
+        path.write_bytes(sound[:position] + bytes([sound[position] ^ flip]) + sound[position + 1 :])
         try:
             assert read_checksums(toy_prefix) == expected  # white space
         except DataError as error:
@@ -139,9 +135,9 @@ def test_a_run_says_once_what_it_compared(tmp_path, toy_prefix, write_corpus, ca
     )
     with pytest.raises(DataError, match=r"verify is full, but there is no .*other\.checksums\.json"):
         said(full, prefixes=[toy_prefix, other])
-    data = bytearray(Path(f"{toy_prefix}.bin").read_bytes())
-    data[5000] ^= 4
-    Path(f"{toy_prefix}.bin").write_bytes(data)
+    with Path(f"{toy_prefix}.bin").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff")
     with pytest.raises(DataError, match=r"toy\.bin: block 78, bytes \[4,992, 5,056\).*: documents 50 to 51"):
         said(full)
     off = ("Data.Train.dataset.verify=none", "Data.Eval.dataset.verify=none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.data.indexed_dataset import IndexedDataset
 from ppfleetx.data.prepare.stdlib_corpus import stdlib_files, write_stdlib_corpus
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from tests.helpers import programs
-from tests.helpers.programs import ROOT
 
 
 def run(verb: str, *arguments: object) -> None:
@@ -63,27 +60,6 @@ def test_the_index_is_built_ahead(toy_prefix: str, tmp_path: Path, capsys) -> No
     assert hashes[0] == hashes[1] and len(dict(hashes[0])) == 2
     assert "Test: not configured" in said
     assert len(list((tmp_path / "maps").glob("*.npy"))) == 6
-
-
-@pytest.mark.parametrize(
-    ("tool", "arguments"),
-    [
-        ("merge_datasets.py", ("--input", "nowhere", "--output-prefix", "out")),
-        ("convert_fleetx_data.py", ("--input", "nowhere", "--output-prefix", "out")),
-        ("build_index.py", ("-c", "nowhere.yaml")),
-        ("inspect_checkpoint.py", ("nowhere",)),
-        (
-            "convert_checkpoint.py",
-            ("--from", "hf", "--to", "ppfleetx", "--input", "nowhere", "--output", "out"),
-        ),
-        ("train_tokenizer.py", ("--input", "nowhere", "--vocab-size", "300", "--output", "out")),
-    ],
-)
-def test_a_mistake_is_one_message(tool: str, arguments: tuple[str, ...]) -> None:
-    done = programs.run([sys.executable, ROOT / "tools" / tool, *arguments], timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_the_files_are_the_librarys_own():

@@ -16,7 +16,6 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.data.blended import exhaustive_indices
 from ppfleetx.data.build import build_dataloader
 from ppfleetx.data.dataloader import DataLoader, GlobalBatchSampler
-from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
 
 
 def steps_of(sampler: GlobalBatchSampler, num: int) -> list[list[list[int]]]:
@@ -184,10 +183,11 @@ def test_shuffling_visits_every_sample_once_a_pass_in_another_order(tmp_path: Pa
     assert ids(take(loader, 1)[0]) == seen[16:24].tolist()
 
 
-def test_several_corpora_are_blended_by_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name, first, count in [("b", 2000, 300), ("a", 1000, 100), ("tiny", 3000, 1)]:
-        with IndexedDatasetWriter(tmp_path / "corpora" / name, "u2") as writer:
-            writer.add_documents(np.full(count * 20, first), np.full(count, 20))
+def test_several_corpora_are_blended_by_size(tmp_path: Path, write_corpus, caplog) -> None:
+    prefixes = [
+        write_corpus([[token] * 20] * count, f"corpora/{name}")
+        for name, token, count in [("a", 1000, 100), ("b", 2000, 300), ("tiny", 3000, 1)]
+    ]
     cfg = make_config(tmp_path, str(tmp_path / "corpora"))
     with caplog.at_level("INFO", "ppfleetx"):
         loader = build_dataloader(cfg, "Train")
@@ -195,25 +195,15 @@ def test_several_corpora_are_blended_by_size(tmp_path: Path, caplog: pytest.LogC
     assert "blended in proportion" in caplog.text
     tokens = np.concatenate([m["tokens"][:, 0] for step in steps for m in step])
     assert (tokens == 2000).sum() / len(tokens) == pytest.approx(0.75, abs=0.01)
-    cfg = make_config(
-        tmp_path, [str(tmp_path / "corpora" / "a"), str(tmp_path / "corpora" / "b")], weights=[0.5, 0.5]
-    )
+    cfg = make_config(tmp_path, prefixes[:2], weights=[0.5, 0.5])
     tokens = np.concatenate(
         [m["tokens"][:, 0] for step in take(build_dataloader(cfg, "Train"), 20) for m in step]
     )
     assert (tokens == 2000).mean() == 0.5
 
 
-def write_blend(tmp_path: Path, counts: list[int], length: int) -> list[str]:
-    """Corpora of documents of ``length`` tokens, all 1000, 1001, ... by corpus."""
-    for number, count in enumerate(counts):
-        with IndexedDatasetWriter(tmp_path / f"blend{number}", "u2") as writer:
-            writer.add_documents(np.full(count * length, 1000 + number), np.full(count, length))
-    return [str(tmp_path / f"blend{number}") for number in range(len(counts))]
-
-
-def test_an_exhaustive_blend_smaller_than_a_batch_is_evaluated_only_when_padded(tmp_path: Path) -> None:
-    prefixes = write_blend(tmp_path, [4, 3], LENGTH + 1)
+def test_an_exhaustive_blend_smaller_than_a_batch_needs_padding(tmp_path: Path, write_corpus) -> None:
+    prefixes = [write_corpus([[1] * (LENGTH + 1)] * count, f"blend{count}") for count in (4, 3)]
     options = {"blend": "exhaustive", "split": [0, 1, 0]}
     cfg = make_config(tmp_path, prefixes, "Data.Train.dataset.split=[1,0,0]", **options)
     with pytest.raises(DataError, match=r"has 7 samples, less than .* 8, .*Data.Eval.sampler.drop_last"):
@@ -223,11 +213,12 @@ def test_an_exhaustive_blend_smaller_than_a_batch_is_evaluated_only_when_padded(
     assert sum(batch["loss_mask"].any(axis=1).sum() for batch in step) == 7
 
 
-def test_an_exhaustive_blend_reads_everything_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    prefixes = write_blend(tmp_path, [41, 7, 1, 20], LENGTH + 1)
-    short = str(tmp_path / "short")
-    with IndexedDatasetWriter(short, "u2") as writer:
-        writer.add_document([1] * LENGTH, [LENGTH])
+def test_an_exhaustive_blend_reads_everything_once(tmp_path: Path, write_corpus, caplog) -> None:
+    prefixes = [
+        write_corpus([[1000 + number] * (LENGTH + 1)] * count, f"blend{number}")
+        for number, count in enumerate((41, 7, 1, 20))
+    ]
+    short = write_corpus([[1] * LENGTH], "short")
     cfg = make_config(tmp_path, [*prefixes, short], blend="exhaustive", split=[1, 0, 0])
     with caplog.at_level("INFO", "ppfleetx"):
         loader = build_dataloader(cfg, "Train")
@@ -366,16 +357,3 @@ def test_no_thread_keeps_the_process_alive(how: str) -> None:
         _, errors = process.communicate(timeout=20)
     assert ("KeyboardInterrupt" in errors) == (how == "wait")
     assert process.returncode == (0 if how == "leave" else -signal.SIGINT)
-
-
-def test_sizes_that_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match="8 samples cannot be shared by 3 data ranks in micro batches of 1"):
-        GlobalBatchSampler(10, 8, 1, 0, 3)
-
-
-def test_data_ranks_share_the_same_global_batch(tmp_path: Path, toy_prefix: str) -> None:
-    cfg = make_config(tmp_path, toy_prefix)
-    whole = take(build_dataloader(cfg, "Train"), 4)
-    ranks = [take(build_dataloader(cfg, "Train", rank, 4), 4) for rank in range(4)]
-    for step in range(4):
-        assert sorted(np.concatenate([ids(rank[step]) for rank in ranks]).tolist()) == ids(whole[step])

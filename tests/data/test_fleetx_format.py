@@ -9,6 +9,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.indexed_dataset import IndexedDataset
 from ppfleetx.data.tokenized_corpus import FleetXDataset, convert, find_prefixes, open_tokens
+from tests.data.conftest import sequences
 
 IDS = np.arange(10, dtype=np.uint16)
 LENS = np.array([3, 0, 2, 5], np.int32)
@@ -23,7 +24,7 @@ def write(directory: Path, name: str = "x", ids=IDS, lens=LENS, docs=DOCS) -> st
 
 def test_reads_sequences(tmp_path: Path) -> None:
     data = FleetXDataset(write(tmp_path))
-    assert [data.get(i).tolist() for i in range(len(data))] == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
+    assert sequences(data) == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
     assert data.get(3, 1, 2).tolist() == [6, 7]
     assert data.document_indices.tolist() == DOCS.tolist()
     assert (data.num_tokens, data.dtype, data.sizes.dtype) == (10, np.uint16, np.int32)
@@ -33,7 +34,7 @@ def test_reads_sequences(tmp_path: Path) -> None:
 def test_reads_the_legacy_archive(tmp_path: Path) -> None:
     np.savez(tmp_path / "old_ids.npz", ids=IDS, lens=LENS)
     data = FleetXDataset(tmp_path / "old")
-    assert [data.get(i).tolist() for i in range(len(data))] == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
+    assert sequences(data) == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
     assert data.document_indices.tolist() == [0, 1, 2, 3, 4]
 
 

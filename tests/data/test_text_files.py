@@ -19,19 +19,7 @@ from ppfleetx.data.prepare.text_corpus import cut_documents, find_sources, itera
 from ppfleetx.data.tasks.evaluation import read_text
 from ppfleetx.data.tasks.finetuning import PromptResponseDataset
 from ppfleetx.data.text_files import TextFile, read_lines, read_records
-from tests.helpers.texts import random_text, small_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    """More than one block of a zstandard frame (128 KiB)."""
-    rng = random.Random(4)
-    return [" ".join(["x", *random_text(rng).split()]) for _ in range(2000)]
+from tests.data.conftest import sequences
 
 
 def zstd(data: bytes, **parameters: object) -> bytes:
@@ -91,13 +79,12 @@ def test_nothing_is_no_compressed_file(name: str, tmp_path: Path) -> None:
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("name", "split_on"),
     [("a.jsonl.zst", "file"), ("a.txt.zst", "file"), ("a.txt.zst", "line"), ("a.txt.zst", "blank-line"),
      ("a.jsonl.gz", "file"), ("a.txt.gz", "line")],
 )  # fmt: skip
-def test_a_corpus_that_is_cut_off_is_not_taken(tmp_path, tokenizer, texts, strict, name, split_on) -> None:
+def test_a_corpus_that_is_cut_off_is_not_taken(tmp_path, tokenizer, texts, name, split_on) -> None:
     data = (
         as_lines(texts)
         if "json" in name
@@ -107,7 +94,7 @@ def test_a_corpus_that_is_cut_off_is_not_taken(tmp_path, tokenizer, texts, stric
     (tmp_path / name).write_bytes(packed[: 3 * len(packed) // 4])
     sources = find_sources([tmp_path / name], split_on=split_on)
     with pytest.raises(DataError, match=rf"{name} cannot be read"):
-        preprocess(sources, tmp_path / "out", tokenizer, strict=strict, show_progress=False)
+        preprocess(sources, tmp_path / "out", tokenizer, show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left of the output"
     with pytest.raises(DataError, match=rf"{name} cannot be read"):
         list(iterate_texts(sources))  # what train_tokenizer.py reads
@@ -165,24 +152,20 @@ def test_a_long_line_is_counted_with_its_number(tmp_path, tokenizer, texts) -> N
     assert report.problems.places == {
         "longer than 2 MB (--max-document-mb)": [f"{tmp_path}/a.jsonl, line 2", f"{tmp_path}/b.txt.gz"]
     }
-    data = IndexedDataset(tmp_path / "out_text_document")
-    assert [tokenizer.decode(data.get(i).tolist()) for i in range(len(data))] == ["first", "third"]
+    found = sequences(IndexedDataset(tmp_path / "out_text_document"))
+    assert [tokenizer.decode(ids) for ids in found] == ["first", "third"]
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: longer than 2 MB"):
         preprocess(sources, tmp_path / "s", tokenizer, max_document_bytes=2_000_000, strict=True)
 
 
-def test_lines_of_records_have_a_longest_length(tmp_path, monkeypatch) -> None:
+def test_lines_are_numbered_across_blocks(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(text_files, "_BLOCK_BYTES", 8)
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 20)
     path, seen = tmp_path / "a", []
     path.write_bytes(b"\xef\xbb\xbfone\r\n\n" + b"t" * 18 + b"\n\nlast")
     assert list(read_lines(path, seen.append)) == [
         (1, b"\xef\xbb\xbfone\r"), (2, b""), (3, b"t" * 18), (4, b""), (5, b"last")
     ]  # fmt: skip
     assert b"".join(seen) == path.read_bytes()
-    path.write_bytes(b"one\n" + b"t" * 40)
-    with pytest.raises(DataError, match=r"a:2: the line is longer than 20 bytes"):
-        list(read_lines(path))
 
 
 @pytest.mark.parametrize(

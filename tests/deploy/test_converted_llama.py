@@ -67,10 +67,7 @@ def generator(third: Path) -> Generator:
 
 
 def test_end_tokens_of_config_json_are_kept_where_nothing_else_says(tmp_path: Path) -> None:
-    def without(root: Path) -> Path:
-        return convert_llama(root, "gpt2", eos_token_id=[7, 420], bos_token_id=3)
-
-    converted = without(tmp_path)
+    converted = convert_llama(tmp_path, "gpt2", eos_token_id=[7, 420], bos_token_id=3)
     (tmp_path / "hf" / "generation_config.json").unlink()
     shutil.rmtree(converted)
     convert(Conversion("hf", "ppfleetx", tmp_path / "hf", converted))
@@ -94,14 +91,14 @@ def test_generation_begins_and_ends_as_transformers_does(
 
 
 def test_evaluation_sets_begin_with_bos(third: Path, tmp_path: Path) -> None:
-    text = "Hello {EOT} world, don't mind."
-    (tmp_path / "text.txt").write_text(text.replace("{EOT}", "<|eot_id|>"))
+    text = "Hello <|eot_id|> world, don't mind."
+    (tmp_path / "text.txt").write_text(text)
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the quick brown fox"}))
     keys = ["Offline_Eval.max_seq_len=32", "Offline_Eval.overlapping_eval=32"]
     windows = read_windows(configuration(third, *keys, f"Offline_Eval.eval_path={tmp_path / 'text.txt'}"))
     tokenizer = load_generator(configuration(third), CTX).tokenizer
     bos, [end] = tokenizer.start_id, tokenizer.encode_prompt("<|eot_id|>", add_special_tokens=False)
-    assert windows.ids.tolist() == tokenizer.encode_prompt(text.replace("{EOT}", "<|eot_id|>"))
+    assert windows.ids.tolist() == tokenizer.encode_prompt(text)
     assert windows.ids.tolist().count(bos) == 1 and windows.ids[0] == bos and end in windows.ids
     for strict in (True, False):
         path = f"Offline_Eval.eval_path={tmp_path / 'text.jsonl'}"

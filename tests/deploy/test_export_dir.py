@@ -65,17 +65,8 @@ def test_an_edited_manifest_is_found(copy: Path) -> None:
     path = copy / "export.json"
     text = path.read_text()
     manifest = json.loads(text)
-    for change in (
-        {"max_positions": 65},
-        {"end_id": 0},
-        {"end_token": "x"},
-        {"vocab_size": 999},
-        {"generation": {"temperature": 5.0}},
-        {"model": manifest["model"] | {"max_position_embeddings": 128}},
-        {"paddle_version": "0"},
-        {"checksum": "0" * 64},
-        {"checksum": None},
-    ):
+    model = manifest["model"] | {"max_position_embeddings": 128}
+    for change in ({"max_positions": 65}, {"model": model}, {"checksum": "0" * 64}, {"checksum": None}):
         path.write_text(json.dumps(manifest | change))
         with pytest.raises(ConfigError, match="is damaged or was edited: its checksum"):
             open_export(copy, verify=False)

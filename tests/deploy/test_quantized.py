@@ -18,12 +18,11 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export import check_adapters, export
-from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file, quantized_ops_file
+from ppfleetx.deploy.export_dir import BLOCKS_FILE, PROGRAM_FILE, QUANTIZED_OPS_FILE, WEIGHTS_FILE
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.cpu_ops import fused_blocks
-from ppfleetx.nn.cpu_ops.compiled import WIDTH
 from tests.compress.runs import DEEPSEEK, MODELS, add_adapters, write_corpus, write_run
 from tests.deploy.server.in_process import serve
 
@@ -56,8 +55,8 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
         assert sizes[0] < 0.45 * sizes[1]
     engines = [InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))]
     if fused_blocks.all_are_available():
-        faster = quantized_ops_file if style == "deepseek" else blocks_file  # which knows no experts
-        assert (directory / faster(WIDTH)).is_file()
+        faster = QUANTIZED_OPS_FILE if style == "deepseek" else BLOCKS_FILE  # which knows no experts
+        assert (directory / faster).is_file()
         monkeypatch.setattr(inference_engine, "_program_file", lambda *_: PROGRAM_FILE)
         engines.append(InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1)))
     generator = load_generator(cfg, ParallelContext.single())

@@ -35,13 +35,11 @@ class Configuration:
         program: of ``projects/``.
         arguments: what stands behind it.
         ranks: processes.
-        output: where it leaves its run.
     """
 
     program: str
     arguments: tuple[str, ...]
     ranks: int = 1
-    output: str = "output"
 
 
 def _mindformers(*options: str, ranks: int = 1, config: str = "run_gpt2.yaml") -> Configuration:
@@ -127,7 +125,7 @@ def _differences(configuration: Configuration, directory: Path) -> str:
     _write_files(directory)
     program = PROJECTS / configuration.program
     _launch(directory, configuration.ranks, str(program), *configuration.arguments)
-    theirs, ours = directory / configuration.output, directory / "native"
+    theirs, ours = directory / "output", directory / "native"
     _translate(directory, configuration)
     shutil.move(theirs, directory / "theirs")
     _launch(

@@ -44,11 +44,6 @@ def batch(run: Translation) -> None:
     run.put("Global.local_batch_size", size, "run.batch", "run.parts", why="batch x parts")
 
 
-def translated(text: str) -> Translation:
-    tree = parse_yaml(text, "theirs.yaml", with_lines=True)
-    return translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
-
-
 WHOLE = """
 model:
   width: 64
@@ -66,7 +61,8 @@ moe:
 
 
 def test_a_whole_file_becomes_a_configuration_that_knows_their_lines(tmp_path: Path) -> None:
-    result = translated(WHOLE)
+    tree = parse_yaml(WHOLE, "theirs.yaml", with_lines=True)
+    result = translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
     cfg = load_tree(result.tree(), result.warnings)
     assert (cfg.Model.hidden_size, cfg.Model.hidden_act, cfg.Model.tie_word_embeddings) == (64, "gelu", False)
     assert cfg.Engine.save_load.output_dir == "007"
@@ -79,34 +75,6 @@ def test_a_whole_file_becomes_a_configuration_that_knows_their_lines(tmp_path: P
     assert load_config(tmp_path / "ours.yaml") == cfg
     assert "hidden_size: 64  # theirs.yaml:3, model.width" in result.yaml()
     assert "# Without effect, because always so here: run.graph, run.any" in result.yaml()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "model: {width: 64, depth: 0, heads: 1, words: 9}",
-            "Model.num_layers = 0 (theirs.yaml:1, model.depth)",
-        ),
-        ("model: {widht: 64}", "model.widht (theirs.yaml:1): Theirs has no such key"),
-        ("model: {widht: 64}", "Did you mean model.width"),
-        ("model: 3", "model = 3 (theirs.yaml:1): must be a mapping of keys"),
-        ("model: {act: swish}", "model.act = 'swish' (theirs.yaml:1): must be one of 'tanh', 'relu'"),
-        ("model: {tied: 1}", "model.tied = 1 (theirs.yaml:1): must be true or false"),
-        ("run: {batch: x}", "run.batch = 'x' (theirs.yaml:1): must be an integer"),
-        ("run: {batch: true}", "run.batch = True (theirs.yaml:1): must be an integer"),
-        ("run: {graph: 0}", "run.graph = 0 (theirs.yaml:1): can only be False: there is one mode"),
-        ("moe: {a: {b: 1}}", "moe.a.b = 1 (theirs.yaml:1): mixtures of experts are not built"),
-        (
-            "model: {width: 1}\ntwin: {width: 2}",
-            "Model.hidden_size: says 2 (theirs.yaml:2, twin.width) and 1 (theirs.yaml:1, model.width)",
-        ),
-    ],
-)
-def test_mistakes_are_told_in_their_words(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_tree(translated(text).tree())
-    assert words in str(error.value)
 
 
 def test_arguments() -> None:

@@ -117,21 +117,13 @@ def test_pretrain_gpt_checks_a_job_of_any_size(capsys):
 
 def test_the_scripts_hand_everything_on(tmp_path):
     """From any directory; a mistake ends with code 2 and one sentence."""
-    command = [
-        "bash",
-        PROJECT / "test" / "train_performance_8p.sh",
-        f"--data_path={tmp_path}",
-        "--model_size=9B",
-    ]
-    found = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    script = PROJECT / "test" / "train_performance_8p.sh"
+    command = ["bash", script, f"--data_path={tmp_path}", "--model_size=9B"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert found.returncode == 2
-    assert found.stderr == (
-        "error: --model_size = '9B': must be one of 345M, 1.3B, 2.7B, 3.7B, 345M_without_mp\n"
-    )
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert found.stderr.startswith("error: --model_size = '9B': must be one of 345M")
+    assert found.stderr.count("\n") == 1
 
 
 def test_the_corpus_has_the_name_that_the_scripts_read(tmp_path, tokenizer_files):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -229,48 +228,42 @@ def test_a_later_base_replaces_a_block_and_the_file_is_merged_over_it(tmp_path: 
     assert cfg.Model.hidden_size == 768
 
 
-def cases() -> Iterator[tuple[str, list[str], str]]:
-    whole = ["run_gpt2.yaml"]
-    for options, words in (
-        ("model.model_config.num_head=3", "argument 3): MindFormers has no such key"),
-        ("model.model_config.num_head=3", "Did you mean model.model_config.num_heads"),
-        (
-            "model.model_config.num_layers=x",
-            "Model.num_layers = 'x' (argument 3, model.model_config.num_layers)",
-        ),
-        ("parallel.parallel_mode=2", "parallel.parallel_mode = 2 (argument 3): is not supported"),
-        ("parallel_config.expert_parallel=2", "moe_config.expert_num is 1, and there are no experts"),
-        ("model.model_config.compute_dtype=int8", "must be one of 'float32'"),
-        ("context.device_target=TPU", "must be one of 'Ascend', 'GPU', 'CPU'"),
-        ("context.max_device_memory=31", 'must be a size like "31GB"'),
-        ("run_mode=test", "run_mode = 'test' (argument 3): must be one of 'train'"),
-        ("lr_schedule.warmup_epochs=1", "give the warm-up in steps"),
-        ("callbacks.7.type=x", "'7' is not an index"),
-        ("seed.x=1", "seed is a single value"),
-        ("seed", "'seed' is not of the form block.key=value"),
-        ("train_dataset.data_loader.num_samples=3", "make a smaller corpus"),
-        ("parallel.parallel_mode=0 parallel_config.optimizer_shard=True", "give parallel_mode 1"),
-    ):
-        yield (
-            whole[0],
-            ["--use_parallel=True", "--options", *options.split()],
-            words.replace("argument 3", "argument 4"),
-        )
-    yield whole[0], ["--run_mode", "finetune"], "finetuning needs weights"
-    yield (
-        whole[0],
-        ["--batchsize", "3"],
+GPT2 = "run_gpt2.yaml"
+MISTAKES = [
+    (GPT2, "--options model.model_config.num_head=3", "argument 3): MindFormers has no such key"),
+    (GPT2, "--options model.model_config.num_head=3", "Did you mean model.model_config.num_heads"),
+    (GPT2, "--options model.model_config.num_layers=x", "= 'x' (argument 3, model.model_config.num_layers)"),
+    (GPT2, "--use_parallel=True --options parallel.parallel_mode=2", "= 2 (argument 4): is not supported"),
+    (
+        GPT2,
+        "--options parallel_config.expert_parallel=2",
+        "moe_config.expert_num is 1, and there are no experts",
+    ),
+    (GPT2, "--options model.model_config.compute_dtype=int8", "must be one of 'float32'"),
+    (GPT2, "--options context.device_target=TPU", "must be one of 'Ascend', 'GPU', 'CPU'"),
+    (GPT2, "--options context.max_device_memory=31", 'must be a size like "31GB"'),
+    (GPT2, "--options run_mode=test", "run_mode = 'test' (argument 3): must be one of 'train'"),
+    (GPT2, "--options lr_schedule.warmup_epochs=1", "give the warm-up in steps"),
+    (GPT2, "--options callbacks.7.type=x", "'7' is not an index"),
+    (GPT2, "--options seed.x=1", "seed is a single value"),
+    (GPT2, "--options seed", "'seed' is not of the form block.key=value"),
+    (GPT2, "--options train_dataset.data_loader.num_samples=3", "make a smaller corpus"),
+    (GPT2, "--use_parallel=True --options parallel_config.optimizer_shard=True", "give parallel_mode 1"),
+    (GPT2, "--run_mode finetune", "finetuning needs weights"),
+    (
+        GPT2,
+        "--batchsize 3",
         "--batchsize (argument 3): run_mindformer.py has no such flag. Did you mean --batch_size",
-    )
-    yield whole[0], ["--epochs", "0"], "Engine.num_train_epochs = 0 (argument 3, --epochs"
-    yield "run_nothing.yaml", [], "there is no such file"
+    ),
+    (GPT2, "--epochs 0", "Engine.num_train_epochs = 0 (argument 3, --epochs"),
+    ("run_nothing.yaml", "", "there is no such file"),
+]
 
 
-@pytest.mark.parametrize(("name", "argv", "words"), list(cases()))
-def test_mistakes(name: str, argv: list[str], words: str) -> None:
+@pytest.mark.parametrize(("name", "arguments", "words"), MISTAKES)
+def test_mistakes(name: str, arguments: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        result = run_of(["--config", str(CONFIGS / name), *argv])
-        load_tree(result.translation.tree())
+        loaded(name, *arguments.split())
     assert words in str(error.value)
 
 

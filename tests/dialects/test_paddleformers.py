@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,24 +14,11 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.key_tables import Kind
 from ppfleetx.dialects.paddleformers.dialect import TABLE, of_arguments, of_file
+from tests.dialects.every_configuration import LLAMA
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "paddleformers"
 EXAMPLE = PROJECT / "pretrain_gpt2_medium.yaml"
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+NETWORK = {**LLAMA, "max_position_embeddings": 64, "rope_theta": 500000.0}
 BASE = {
     "model_name_or_path": "model",
     "input_dir": "./data",
@@ -46,7 +34,7 @@ def network(tmp_path, monkeypatch) -> Path:
     """A directory with a Llama's config.json, from which the tests run."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps(LLAMA, indent="\t"))
+    Path("model/config.json").write_text(json.dumps(NETWORK, indent="\t"))
     return tmp_path
 
 
@@ -134,44 +122,28 @@ def test_sharding(sharding, world, expected):
 
 
 @pytest.mark.parametrize(
-    "keys, section, values",
+    "keys, key, value",
     [
-        ({"save_strategy": "no"}, "Engine.save_load", {"save_steps": None}),
-        ({"resume_from_checkpoint": "c"}, "Engine.save_load", {"ckpt_dir": "c"}),
-        ({"resume_from_checkpoint": True}, "Engine.save_load", {"resume": "auto"}),
-        ({"overwrite_output_dir": True}, "Engine.save_load", {"overwrite": True}),
-        (
-            {"load_best_model_at_end": True, "do_eval": True, "eval_steps": 5},
-            "Engine.save_load",
-            {"keep_best": "loss"},
-        ),
-        ({"continue_training": 1}, "Engine.save_load", {"init_from": "model"}),
-        (
-            {"recompute": True, "recompute_granularity": "core_attn"},
-            "Model",
-            {"recompute_granularity": "core_attn"},
-        ),
-        (
-            {"bf16": True, "fp16_opt_level": "O2"},
-            "Engine.mix_precision",
-            {"dtype": "bfloat16", "level": "O2"},
-        ),
-        (
-            {"input_dir": "0.3 a 0.7 b"},
-            "Data.Train.dataset",
-            {"input_dir": ("a", "b"), "weights": (0.3, 0.7)},
-        ),
-        ({"warmup_steps": 3, "warmup_ratio": 0.5}, "Optimizer.lr", {"warmup_steps": 3}),
-        ({"warmup_ratio": 0.15}, "Optimizer.lr", {"warmup_steps": 2}),
-        ({"device": "cpu"}, "Global", {"device": "cpu"}),
-        ({"device": "npu"}, "Global", {"device": "auto"}),  # the Paddle installed here has none
+        ({"save_strategy": "no"}, "Engine.save_load.save_steps", None),
+        ({"resume_from_checkpoint": "c"}, "Engine.save_load.ckpt_dir", "c"),
+        ({"resume_from_checkpoint": True}, "Engine.save_load.resume", "auto"),
+        ({"overwrite_output_dir": True}, "Engine.save_load.overwrite", True),
+        ({"load_best_model_at_end": True, "do_eval": True}, "Engine.save_load.keep_best", "loss"),
+        ({"continue_training": 1}, "Engine.save_load.init_from", "model"),
+        ({"recompute_granularity": "core_attn"}, "Model.recompute_granularity", "core_attn"),
+        ({"bf16": True}, "Engine.mix_precision.dtype", "bfloat16"),
+        ({"bf16": True, "fp16_opt_level": "O2"}, "Engine.mix_precision.level", "O2"),
+        ({"input_dir": "0.3 a 0.7 b"}, "Data.Train.dataset.input_dir", ("a", "b")),
+        ({"input_dir": "0.3 a 0.7 b"}, "Data.Train.dataset.weights", (0.3, 0.7)),
+        ({"warmup_steps": 3, "warmup_ratio": 0.5}, "Optimizer.lr.warmup_steps", 3),
+        ({"warmup_ratio": 0.15}, "Optimizer.lr.warmup_steps", 2),
+        ({"profile": True, "profile_step_start": 3}, "Profiler.scheduler", (3, 12)),
+        ({"device": "cpu"}, "Global.device", "cpu"),
+        ({"device": "npu"}, "Global.device", "auto"),  # the Paddle installed here has none
     ],
 )
-def test_single_arguments(keys, section, values):
-    found = loaded(**keys)
-    for name in section.split("."):
-        found = getattr(found, name)
-    assert {key: getattr(found, key) for key in values} == values
+def test_single_arguments(keys, key, value):
+    assert attrgetter(key)(loaded(**keys)) == value
 
 
 @pytest.mark.parametrize(
@@ -195,7 +167,7 @@ def test_refusals_name_line_and_key(keys, words):
 
 
 def test_a_network_that_is_not_built():
-    Path("model/config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3_moe"}))
+    Path("model/config.json").write_text(json.dumps({**NETWORK, "model_type": "qwen3_moe"}))
     message = refusal()
     assert "config.json.model_type = 'qwen3_moe' (model/config.json:1): must be one of" in message
     assert "ppfleetx convert" in message
@@ -213,9 +185,8 @@ def test_a_mixture_of_experts_is_that_of_a_converted_checkpoint():
 
 def test_command_lines():
     words = [word for name, value in BASE.items() for word in (f"--{name}", str(value))]
-    cfg = load_tree(
-        of_arguments([*words, "--do_train", "--bf16", "--sharding", "stage2 offload"], 2).tree(), world_size=2
-    )
+    words += ["--do_train", "--bf16", "--sharding", "stage2 offload"]
+    cfg = load_tree(of_arguments(words, 2).tree(), world_size=2)
     assert (cfg.Distributed.sharding.sharding_offload, cfg.Engine.max_steps) == (True, 10)
     Path("theirs.json").write_text(json.dumps(BASE))
     line = "python -u -m paddle.distributed.launch --nproc_per_node 2 run_pretrain.py theirs.json --seed 7"

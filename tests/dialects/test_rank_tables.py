@@ -92,7 +92,6 @@ def renumber(devices: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda table, one, other: table.update(server_count="3"), "server_count = 3"),
         (lambda table, one, other: table.update(status="initializing"), "must be 'completed'"),
         (lambda table, one, other: other["device"][0].update(rank_id="7"), "rank_id ("),
         (lambda table, one, other: other["device"][-1].update(rank_id="16"), "rank_id ("),
@@ -122,17 +121,20 @@ def test_what_is_no_table(tmp_path: Path, text: str) -> None:
         read_rank_table(tmp_path / "table.json")
 
 
+def script(directory: Path, name: str, *words: str) -> tuple[int, str]:
+    """Run a script of the project; its exit code and what it wrote to stderr."""
+    command = [sys.executable, PROJECT / name, *words]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
 def test_the_tools_make_and_merge_tables(tmp_path: Path) -> None:
-    tools = PROJECT / "mindformers/tools"
+    tools = "mindformers/tools"
     for address in HOSTS[:2]:
-        make = [sys.executable, tools / "hccl_tools.py", "--device_num", "[0,8)", "--server_ip", address]
-        done = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        words = ("--device_num", "[0,8)", "--server_ip", address)
+        assert script(tmp_path, f"{tools}/hccl_tools.py", *words) == (0, "")
     parts = [f"hccl_8p_01234567_{address}.json" for address in HOSTS[:2]]
-    done = subprocess.run(
-        [sys.executable, tools / "merge_hccl.py", *parts], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    assert script(tmp_path, f"{tools}/merge_hccl.py", *parts) == (0, "")
     content = json.loads((tmp_path / "hccl_2s_16p.json").read_text())
     assert (content["version"], content["server_count"], content["status"]) == ("1.0", "2", "completed")
     assert [one["server_id"] for one in content["server_list"]] == HOSTS[:2]
@@ -140,18 +142,15 @@ def test_the_tools_make_and_merge_tables(tmp_path: Path) -> None:
     assert first == {"device_id": "0", "device_ip": HOSTS[1], "rank_id": "8"}
     assert content["server_list"][0]["host_nic_ip"] == "reserve"
     (tmp_path / "hccl_2s_16p.json").write_text("mine")
-    done = subprocess.run(
-        [sys.executable, tools / "merge_hccl.py", *parts], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "nothing is overwritten" in done.stderr
+    code, said = script(tmp_path, f"{tools}/merge_hccl.py", *parts)
+    assert code == 2 and "nothing is overwritten" in said
 
 
 def test_mistakes_are_said_before_anything_starts(tmp_path: Path) -> None:
-    script, table = PROJECT / "scripts/run_distribute.py", table_file(tmp_path, 1)
-    command = [sys.executable, script, table, CONFIG, "[0,8]", "train"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "8 processes were started" in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1 and not list(tmp_path.glob("mf_parallel*"))
+    table = table_file(tmp_path, 1)
+    code, said = script(tmp_path, "scripts/run_distribute.py", str(table), str(CONFIG), "[0,8]", "train")
+    assert code == 2 and "8 processes were started" in said, said
+    assert said.count("\n") == 1 and not list(tmp_path.glob("mf_parallel*"))
 
 
 def test_this_host_has_an_address() -> None:

@@ -8,17 +8,17 @@ from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.distributed.consistency_checks import NonFinitePlace, first_place
 from ppfleetx.distributed.context import ParallelContext
 
-CASES = "tests.distributed.job_cases:"
 
-
-def the_same_on_all(messages):
+def told(pools, size, case, **arguments):
+    """What all ranks of a job tell of a case."""
+    messages = pools(size).run(f"tests.distributed.job_cases:{case}", **arguments)
     assert len(set(messages)) == 1, messages
     return messages[0]
 
 
 def test_configurations(pools):
-    assert the_same_on_all(pools(2).run(CASES + "configurations", differ=False)) == "nothing"
-    message = the_same_on_all(pools(2).run(CASES + "configurations", differ=True))
+    assert told(pools, 2, "configurations", differ=False) == "nothing"
+    message = told(pools, 2, "configurations", differ=True)
     assert "ranks 0 and 1 run different configurations: Model.num_layers (2 and 3)" in message
 
 
@@ -37,7 +37,7 @@ IN_BFLOAT16 = ["Engine.mix_precision.enable=auto", "Engine.mix_precision.dtype=b
     ],
 )
 def test_operators_for_cpus(pools, options, missing, expected):
-    message = the_same_on_all(pools(3).run(CASES + "operators", options=options, missing=missing))
+    message = told(pools, 3, "operators", options=options, missing=missing)
     assert message == "nothing" if expected is None else re.search(expected, message)
 
 
@@ -46,37 +46,29 @@ def test_copies_of_a_weight(pools, degrees):
     """One different bit is found in replicas, in weights that mp ranks hold in full, and in tied copies on
     two stages."""
     case = {"degrees": degrees, "offset_by_rank": False}
-    assert the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=None, **case)) == "nothing"
-    message = the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=1, **case))
+    assert told(pools, 2, "copies", spoilt_rank=None, **case) == "nothing"
+    message = told(pools, 2, "copies", spoilt_rank=1, **case)
     assert "copies that must be equal are not, 1 of 1 tensors: weight on ranks 0 and 1" in message
 
 
 def test_slices_of_a_weight_are_no_copies(pools):
-    case = {"degrees": {"mp": 2}, "offset_by_rank": True}
-    assert the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=1, **case)) == "nothing"
+    assert told(pools, 2, "copies", degrees={"mp": 2}, spoilt_rank=1, offset_by_rank=True) == "nothing"
 
 
 @pytest.mark.parametrize(
-    ("degrees", "readers", "expected"),
+    ("kind", "degrees", "readers", "expected"),
     [
-        ({"dp": 2, "mp": 2}, [0, 0, 1, 1], "nothing"),
-        ({"dp": 2, "mp": 2}, [0, 1, 1, 1], "ranks 0 and 1 belong to the same data rank 0"),
-        ({"dp": 2, "pp": 2}, [0, 0, 1, 2], "ranks 2 and 3 belong to the same data rank 1"),
-        ({"sharding": 2, "sep": 2}, [5, 5, 5, 5], "ranks 0 and 2 are data ranks 0 and 1"),
+        ("digests", {"dp": 2, "mp": 2}, [0, 0, 1, 1], "nothing"),
+        ("digests", {"dp": 2, "mp": 2}, [0, 1, 1, 1], "ranks 0 and 1 belong to the same data rank 0"),
+        ("digests", {"dp": 2, "pp": 2}, [0, 0, 1, 2], "ranks 2 and 3 belong to the same data rank 1"),
+        ("digests", {"sharding": 2, "sep": 2}, [5, 5, 5, 5], "ranks 0 and 2 are data ranks 0 and 1"),
+        ("samples", {"dp": 2}, [0, 1], "nothing"),
+        ("samples", {"dp": 2}, [1, 1], "both read sample 4"),
     ],
     ids=str,
 )
-def test_batches(pools, degrees, readers, expected):
-    messages = pools(4).run(CASES + "batches", degrees=degrees, readers=readers, kind="digests")
-    assert expected in the_same_on_all(messages)
-
-
-def test_a_sample_read_twice(pools):
-    run = pools(2).run
-    case = {"degrees": {"dp": 2}, "kind": "samples"}
-    assert the_same_on_all(run(CASES + "batches", readers=[0, 1], **case)) == "nothing"
-    message = the_same_on_all(run(CASES + "batches", readers=[1, 1], **case))
-    assert "both read sample 4" in message
+def test_batches_and_samples(pools, kind, degrees, readers, expected):
+    assert expected in told(pools, len(readers), "batches", degrees=degrees, readers=readers, kind=kind)
 
 
 @pytest.mark.parametrize(

@@ -71,26 +71,31 @@ def test_a_defect_is_not_hidden_by_a_lost_rank(monkeypatch):
             raise error
 
 
-def test_the_first_rank_of_a_node_makes_what_the_others_find(pools, tmp_path):
-    results = pools(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=False)
-    assert results == [["nothing", ["made by rank 0"]]] * 3
+FAILED = [["DataError: no such corpus", []], *[["JointError: no such corpus", []]] * 2]
 
 
-def test_nobody_gives_up_while_the_first_one_takes_longer_than_the_limit_of_messages(pools, tmp_path):
-    pool = pools(3, PADDLE_CPU_COMM_TIMEOUT="3")
-    results = pool.run(CASES + "in_turns", directory=str(tmp_path), first_fails=False, seconds=5.0)
-    assert results == [["nothing", ["made by rank 0"]]] * 3
+@pytest.mark.parametrize(
+    ("limit", "arguments", "expected"),
+    [
+        ({}, {"first_fails": False}, [["nothing", ["made by rank 0"]]] * 3),
+        ({}, {"first_fails": True}, FAILED),
+        # The first rank takes longer than the limit of messages.
+        (
+            {"PADDLE_CPU_COMM_TIMEOUT": "3"},
+            {"first_fails": False, "seconds": 5.0},
+            [["nothing", ["made by rank 0"]]] * 3,
+        ),
+    ],
+    ids=str,
+)
+def test_the_first_rank_of_a_node_makes_what_the_others_find(pools, tmp_path, limit, arguments, expected):
+    assert pools(3, **limit).run(CASES + "in_turns", directory=str(tmp_path), **arguments) == expected
 
 
 def test_nobody_gives_up_while_another_rank_saves_for_longer_than_the_limit_of_messages(pools, tmp_path):
     pool = pools(2, PADDLE_CPU_COMM_TIMEOUT="3")
     results = pool.run(CASES + "saved_in_the_background", directory=str(tmp_path), seconds=2.0)
     assert results == [[True, None]] * 2
-
-
-def test_the_others_do_not_wait_for_a_first_rank_that_fails(pools, tmp_path):
-    results = pools(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
-    assert results == [["DataError: no such corpus", []], *[["JointError: no such corpus", []]] * 2]
 
 
 def test_alone_there_is_nobody_to_tell():

@@ -1,5 +1,8 @@
 """The module that knows kinds of devices. Missing cards are simulated at the Paddle API."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import paddle
 import pytest
@@ -17,34 +20,23 @@ class Place:
         return 3
 
 
-class Generator:
-    def __init__(self) -> None:
-        self.seeds: list[int] = []
-
-    def manual_seed(self, seed: int) -> None:
-        self.seeds.append(seed)
-
-
 class Card:
     """Simulate a card as the device of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, place_class: str) -> None:
         place_of_kind = type(place_class, (Place,), {})
-        self.place, self.generator, self.asked = place_of_kind(), Generator(), []
+        self.place, self.seeds, self.asked = place_of_kind(), [], []
         monkeypatch.setattr(core, place_class, place_of_kind)
         monkeypatch.setattr(paddle, place_class, place_of_kind)
         for name in ("_current_expected_place", "_current_expected_place_"):
             monkeypatch.setattr(paddle.framework, name, lambda: self.place)
         monkeypatch.setattr(paddle, "get_device", lambda: f"{kind}:3")
         for name in ("default_cuda_generator", "default_xpu_generator", "default_custom_device_generator"):
-            monkeypatch.setattr(core, name, self._generator_of(name))
+            monkeypatch.setattr(core, name, partial(self._find_generator, name))
 
-    def _generator_of(self, name: str):
-        def find(which):
-            self.asked.append((name, which))
-            return self.generator
-
-        return find
+    def _find_generator(self, name: str, which: object) -> SimpleNamespace:
+        self.asked.append((name, which))
+        return SimpleNamespace(manual_seed=self.seeds.append)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +55,7 @@ def test_dropout_is_seeded_where_the_device_draws(monkeypatch, kind, place_class
     for step in (1, 2):
         streams.begin_step(step)
         streams._enter(layer, 0)
-    assert len(set(card.generator.seeds)) == 2
+    assert len(set(card.seeds)) == 2
     name, which = expected
     assert card.asked == [(name, card.place if which == "the place" else which)] * 2
     assert core.default_cpu_generator().initial_seed() == before, "nothing is drawn there"

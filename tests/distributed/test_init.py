@@ -42,26 +42,26 @@ def switches(monkeypatch):
     core.set_cudnn_switch(before[1])
 
 
-def test_the_switches_follow_in_both_directions(switches):
-    for allowed in (True, False, True):
-        said = allow_tf32(allowed)
-        assert switches() == (allowed, allowed)
-        assert said.endswith(f"(Global.allow_tf32 = {allowed})")
-        assert ("exact" in said) != allowed
-
-
 @pytest.mark.parametrize(
     ("theirs", "allowed", "words"),
     [
+        (None, True, "rounded to TF32 where the GPU can (Global.allow_tf32 = True)"),
+        (None, False, "exact, without TF32 (Global.allow_tf32 = False)"),
         ("0", True, "TF32 is off, NVIDIA_TF32_OVERRIDE=0 overrides Global.allow_tf32"),
         ("1", False, "TF32 is on, NVIDIA_TF32_OVERRIDE=1 overrides Global.allow_tf32"),
         ("0", False, "exact"),
         ("1", True, "rounded to TF32"),
     ],
 )
-def test_what_the_environment_overrides_is_said(monkeypatch, theirs, allowed, words):
-    monkeypatch.setenv(OVERRIDE, theirs)
-    assert words in allow_tf32(allowed)
+def test_the_switches_follow_and_what_the_environment_overrides_is_said(
+    monkeypatch, switches, theirs, allowed, words
+):
+    if theirs is not None:
+        monkeypatch.setenv(OVERRIDE, theirs)
+    for value in (not allowed, allowed):
+        said = allow_tf32(value)
+        assert switches() == (value, value)
+    assert words in said
 
 
 @pytest.mark.parametrize(("device", "allowed"), [("gpu", True), ("gpu", False), ("cpu", False)])

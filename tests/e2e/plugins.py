@@ -12,14 +12,14 @@ from tests.e2e import program
 
 def use(folder: str, plugin: str) -> None:
     """Import the plugin from ``folder``, as ``--plugin`` does."""
-    from ppfleetx.config import required_plugins
+    from ppfleetx.config.registry import PLUGINS_VARIABLE, imported_plugins
     from ppfleetx.utils.plugins import import_named_plugins
 
     if folder not in sys.path:
         sys.path.append(folder)
     # As in a new process: without those of the runs before.
-    required_plugins._imported.clear()
-    os.environ.pop(required_plugins.VARIABLE, None)
+    imported_plugins.clear()
+    os.environ.pop(PLUGINS_VARIABLE, None)
     import_named_plugins([plugin])
 
 

@@ -195,17 +195,8 @@ def _halt_in_save(*, after: bool) -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "stop": stop,
-    "shapes": shapes,
-    "skipped": skipped,
-    "order": order,
-    "data": data,
-    "disk": disk,
-    "importing": importing,
-    "another_step": another_step,
-    "link": link,
-    "kill": kill,
-    "endless": endless,
+    act.__name__: act
+    for act in (stop, shapes, skipped, order, data, disk, importing, another_step, link, kill, endless)
 }
 
 

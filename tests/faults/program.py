@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import complete_checkpoints
@@ -45,69 +45,55 @@ class Program:
         arguments = {"values": self.values, "world": self.plan.world_size, **arguments}
         return self.pool.call(target, timeout=120.0, **arguments)
 
-    def fail_at(self, *steps: int, number: int = errno.ENOSPC, rank: int = 0) -> Any:
-        target = "tests.faults.program:train_on_a_failing_disk"
-        return self.call(target, failing_steps=steps, number=number, rank=rank)
+    def fail_at(self, *steps: int, fault: str = "no space", rank: int = 0) -> Any:
+        return self.call("tests.faults.program:train_with", fault=fault, failing_steps=steps, rank=rank)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints."""
         return sorted(open_checkpoint(path).step for path in complete_checkpoints(self.output_dir))
 
 
-@contextmanager
-def _writing(
-    act: Callable[[Path, Callable[[], Any]], Any], steps: Sequence[int], rank: int
-) -> Iterator[None]:
-    """Replace the function that writes checkpoint files of these steps on this rank by ``act(path,
-    write)``."""
+def _disk_error(number: int) -> Callable[..., None]:
+    def fail(path: Path, write: Callable[[], Any]) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    return fail
+
+
+def _flip(path: Path, write: Callable[[], Any]) -> Any:
+    """Bytes that do not arrive as they were written."""
+    written, content = write(), path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return written
+
+
+def _raise_type_error(path: Path, write: Callable[[], Any]) -> None:
+    raise TypeError("a defect")
+
+
+FAULTS: dict[str, Callable[[Path, Callable[[], Any]], Any]] = {
+    "no space": _disk_error(errno.ENOSPC),
+    "read only": _disk_error(errno.EROFS),
+    "not allowed": _disk_error(errno.EACCES),
+    "flipped bit": _flip,
+    "defect": _raise_type_error,
+}
+"""By name, what happens in place of ``write``, which would write a file of a checkpoint to ``path``."""
+
+
+def train_with(
+    values: Mapping[str, Any], world: int, fault: str, failing_steps: list[int], rank: int
+) -> None:
+    """Train; on ``rank``, the checkpoints of these steps are written with a fault."""
     from ppfleetx.checkpoint import storage
 
     write = storage.write_safetensors
 
     def changed(path: Path, relative: str, pieces: Any) -> Any:
         step = int(path.parent.parent.name.rsplit("_", 1)[1])
-        if step in steps and int(os.environ["PADDLE_TRAINER_ID"]) == rank:
-            return act(path, lambda: write(path, relative, pieces))
+        if step in failing_steps and int(os.environ["PADDLE_TRAINER_ID"]) == rank:
+            return FAULTS[fault](path, lambda: write(path, relative, pieces))
         return write(path, relative, pieces)
 
-    storage.write_safetensors = changed
-    try:
-        yield
-    finally:
-        storage.write_safetensors = write
-
-
-def train_on_a_failing_disk(
-    values: Mapping[str, Any], world: int, failing_steps: list[int], number: int, rank: int = 0
-) -> None:
-    """Train; on ``rank``, writing the checkpoints of these steps fails with this error."""
-
-    def fail(path: Path, write: Callable[[], Any]) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    with _writing(fail, failing_steps, rank):
-        program.train(values, world)
-
-
-def train_with_bytes_that_do_not_arrive(
-    values: Mapping[str, Any], world: int, failing_steps: list[int], rank: int
-) -> None:
-    """Train; on ``rank``, one bit of the written checkpoints of these steps is flipped."""
-
-    def flip(path: Path, write: Callable[[], Any]) -> Any:
-        written, content = write(), path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        return written
-
-    with _writing(flip, failing_steps, rank):
-        program.train(values, world)
-
-
-def train_with_a_defect(values: Mapping[str, Any], world: int, failing_steps: list[int], rank: int) -> None:
-    """Train; on ``rank``, the code that writes the checkpoints of these steps is wrong."""
-
-    def fail(path: Path, write: Callable[[], Any]) -> None:
-        raise TypeError("a defect")
-
-    with _writing(fail, failing_steps, rank):
+    with mock.patch.object(storage, "write_safetensors", changed):
         program.train(values, world)

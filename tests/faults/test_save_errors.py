@@ -32,12 +32,17 @@ def undisturbed(pools, corpus, tmp_path_factory):
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
-    ("number", "in_background"),
-    [(errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EROFS, False), (errno.EACCES, True)],
+    ("fault", "number", "in_background"),
+    [
+        ("no space", errno.ENOSPC, False),
+        ("no space", errno.ENOSPC, True),
+        ("read only", errno.EROFS, False),
+        ("not allowed", errno.EACCES, True),
+    ],
 )
-def test_training_stops_in_words(pools, corpus, tmp_path, in_background, number):
+def test_training_stops_in_words(pools, corpus, tmp_path, in_background, fault, number):
     program = Program(pools, corpus, tmp_path, async_save=in_background)
-    (outcome,) = program.fail_at(3, number=number)
+    (outcome,) = program.fail_at(3, fault=fault)
     assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_3 could not be written to")
     assert f"{os.strerror(number)} (" in outcome.error and "Earlier checkpoints" in outcome.error
     assert program.steps() == [1, 2] and newest_good(tmp_path).step == 2
@@ -90,17 +95,13 @@ def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path
 @pytest.mark.slow_after(1)
 @BOTH_WAYS
 @pytest.mark.parametrize(
-    ("target", "more", "words"),
-    [
-        ("train_on_a_failing_disk", {"number": errno.ENOSPC}, "rank 1: No space"),
-        ("train_with_bytes_that_do_not_arrive", {}, r"rank 1: .*wrong checksum"),
-    ],
+    ("fault", "words"), [("no space", "rank 1: No space"), ("flipped bit", r"rank 1: .*wrong checksum")]
 )
 def test_one_rank_whose_part_is_not_written_is_named_by_all(
-    pools, corpus, tmp_path, in_background, target, more, words
+    pools, corpus, tmp_path, in_background, fault, words
 ):
     program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background)
-    for outcome in program.call(f"tests.faults.program:{target}", failing_steps=[2], rank=1, **more):
+    for outcome in program.fail_at(2, fault=fault, rank=1):
         assert re.match(
             rf"CheckpointError: checkpoint epoch_0_step_2 could .* to \S+: {words}", outcome.error
         )
@@ -113,7 +114,7 @@ def test_one_rank_whose_part_is_not_written_is_named_by_all(
 def test_a_defect_on_one_rank_ends_all(pools, corpus, tmp_path, in_background):
     """Even with ``continue``, and at once: the others do not wait for a rank that has ended."""
     program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background, on_save_error="continue")
-    first, second = program.call("tests.faults.program:train_with_a_defect", failing_steps=[2], rank=1)
+    first, second = program.fail_at(2, fault="defect", rank=1)
     assert second.error == "TypeError: a defect"
     assert first.error == "PeerEndedError: another rank has failed: rank 1: TypeError: a defect"
     assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))

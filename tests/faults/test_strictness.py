@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.housekeeping import write_latest
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
-from ppfleetx.checkpoint.writer import save_checkpoint
 from tests.e2e.program import losses
 from tests.faults.program import Program
 from tests.helpers.texts import small_tokenizer

@@ -82,23 +82,21 @@ def style(request: pytest.FixtureRequest) -> dict:
 @pytest.fixture
 def make_model() -> MakeModel:
     """``make_model(**Model keys)``: random weights large enough that the likeliest token changes often.
-
-    Dropout probabilities stay at their defaults: generation must switch dropout off itself.
-    """
+    Dropout is off."""
 
     def make(**keys: object) -> tuple[StagedModel, ModelConfig]:
         defaults = {"vocab_size": 61, "max_position_embeddings": 64, "initializer_range": 0.3}
         cfg = ModelConfig(**{**defaults, **GPT2_STYLE, **keys})
-        return build(cfg, 5), cfg
+        model = build(cfg, 5)
+        model.eval()
+        return model, cfg
 
     return make
 
 
 @pytest.fixture
 def model(make_model: MakeModel, style: dict) -> StagedModel:
-    model, _ = make_model(**style)
-    model.eval()
-    return model
+    return make_model(**style)[0]
 
 
 @pytest.fixture(scope="session")

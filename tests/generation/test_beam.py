@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.decode_loop import Rules, decode, greedy
+from ppfleetx.generation.decode_loop import Rules, decode
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.sampling_params import SamplingParams
 
@@ -85,7 +85,6 @@ def next_log_probs(model, ids: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
 def test_groups_are_those_of_an_independent_search(make_model, kind: str) -> None:
     model, _ = make_model()
-    model.eval()
     options, prompts = KINDS[kind], PROMPTS[:3:2]
     found = search(model, prompts, RULES, options, num_results=options.num_beams)
     for prompt, results in zip(prompts, found, strict=True):
@@ -141,7 +140,7 @@ def test_the_last_place_is_each_rows_own(model) -> None:
     free = greedy_ids(model, PROMPTS, Rules(), NEW)
     session = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=True)
     with paddle.no_grad():
-        rows = decode(session, greedy, Rules((9,), forced_eos_id=9), [4, 1, 7, 16])
+        rows = decode(session, Rules((9,), forced_eos_id=9), [4, 1, 7, 16])
     for row, ids in zip(rows, free, strict=True):
         cut = [*ids[: row.max_new_tokens - 1], 9]
         assert row.ids == cut[: cut.index(9) + 1]
@@ -151,4 +150,4 @@ def test_the_last_place_is_each_rows_own(model) -> None:
 def greedy_ids(model, prompts, rules: Rules, new: int) -> list[list[int]]:
     session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=True)
     with paddle.no_grad():
-        return [row.ids for row in decode(session, greedy, rules, [new] * len(prompts))]
+        return [row.ids for row in decode(session, rules, [new] * len(prompts))]

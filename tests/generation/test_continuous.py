@@ -39,7 +39,6 @@ def test_rows_that_come_and_go_have_the_logits_they_have_alone(
     """Longer and shorter rows join a running batch, the longest leaves it, and all of them leave."""
     monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", columns)
     staged, _ = make_model(**style)
-    staged.eval()
     model = NextTokenModel(staged, 61)
     events = [([0, 1], []), ([2], []), ([], [1]), ([3], [2]), ([], []), ([], [0, 3]), ([4], [])]
     with paddle.no_grad():
@@ -98,7 +97,6 @@ def test_any_course_of_events_gives_the_logits_of_the_full_forward(
     monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", 4)
     monkeypatch.setattr(continuous_batching, "_MOST_UNUSED", seed)
     staged, _ = make_model(**style)
-    staged.eval()
     chance, batch = random.Random(seed), ContinuousBatch(NextTokenModel(staged, 61))
     with paddle.no_grad():
         for _ in range(14):
@@ -126,7 +124,6 @@ def test_rows_that_become_long_are_run_anew(make_model, seed: int, monkeypatch: 
 def test_an_assistant_takes_back_what_made_a_row_long(make_model) -> None:
     """Its proposals go past the length at which angles change, and all of them are wrong."""
     staged, _ = make_model(**LONGROPE_STYLE)
-    staged.eval()
     model = NextTokenModel(staged, 61)
     batch, row = ContinuousBatch(model), PROMPTS[2]
     with paddle.no_grad():
@@ -138,7 +135,6 @@ def test_an_assistant_takes_back_what_made_a_row_long(make_model) -> None:
 
 def test_columns_of_rows_that_left_are_given_back(make_model) -> None:
     staged, _ = make_model()
-    staged.eval()
     batch = ContinuousBatch(NextTokenModel(staged, 61))
     with paddle.no_grad():
         batch.join([PROMPTS[2], PROMPTS[1]], [1, 2])
@@ -177,7 +173,6 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
     mine = SamplingParams.of(TokenOptions(**greedy, **keys), tokenizer, tokenizer.end_ids)
     [[expected]] = Generator(staged, cfg, tokenizer).generate([PROMPTS[0]], section)
 
-    staged.eval()
     batch = ContinuousBatch(NextTokenModel(staged, tokenizer.vocab_size))
     stream = RandomStream(9, 0, 0, tokenizer.vocab_size)
     with paddle.no_grad():

@@ -149,12 +149,6 @@ def test_strategies_say_what_they_cannot_do() -> None:
             config(**keys)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(make_model, tokenizer: Tokenizer) -> None:
-    model, cfg = make_model(vocab_size=200)
-    with pytest.raises(DataError, match="token ids, added tokens included, and the model"):
-        Generator(model, cfg, tokenizer)
-
-
 def test_the_model_goes_back_to_training(generator: Generator) -> None:
     """Dropout is off while generating (the model's probabilities are 0.1), and on again afterwards."""
     model = generator._model

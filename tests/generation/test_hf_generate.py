@@ -10,7 +10,7 @@ import pytest
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.decode_loop import Rules, decode, greedy
+from ppfleetx.generation.decode_loop import Rules, decode
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.logits_processors import candidates
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, process_logits
@@ -61,8 +61,7 @@ def rules_of(family: str, options: dict) -> Rules:
 def row_options(options: dict) -> SamplingParams:
     """Options of transformers that act on logits; a bias is of single tokens here."""
     known = {key: value for key, value in options.items() if key in SamplingParams.__dataclass_fields__}
-    for key in ("suppress_tokens",):
-        known |= {key: tuple(options[key])} if key in options else {}
+    known["suppress_tokens"] = tuple(options.get("suppress_tokens", ()))
     known["bad_words"] = tuple(map(tuple, options.get("bad_words_ids", ())))
     known["logit_bias"] = tuple((ids[0], bias) for ids, bias in options.get("sequence_bias", ()))
     return SamplingParams(**known)
@@ -86,7 +85,7 @@ def test_greedy(next_token: NextTokenModel, family: str, case: str, use_cache: b
     prompts, expected = comparable(golden)
     session = DecodingSession(next_token, prompts, use_cache=use_cache)
     with paddle.no_grad():
-        rows = decode(session, greedy, rules, [GOLDEN["new_tokens"]] * len(prompts))
+        rows = decode(session, rules, [GOLDEN["new_tokens"]] * len(prompts))
     assert [[row.ids] for row in rows] == expected
 
 

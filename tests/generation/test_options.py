@@ -24,6 +24,13 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+STRATEGIES = {
+    "guessed": {"decode_strategy": "greedy_search"},
+    "greedy": {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 0},
+    "sampled": {"temperature": 1.5, "seed": 3},
+    "beams": {"decode_strategy": "beam_search", "num_beams": 3},
+}
+
 
 @pytest.fixture
 def generator(make_model, tokenizer) -> Generator:
@@ -35,8 +42,9 @@ def ids_of(generator: Generator, **keys: object) -> list[tuple[int, ...]]:
     return [one.ids for each in generator.generate(PROMPTS, GenerationConfig(**keys)) for one in each]
 
 
-def test_temperature_0_is_greedy_search(generator: Generator) -> None:
-    assert ids_of(generator, max_dec_len=24, temperature=0, top_p=0.5) == ids_of(generator, **GREEDY)
+@pytest.mark.parametrize("keys", [{"temperature": 0, "top_p": 0.5}, {"min_p": 1, "seed": 3}], ids=str)
+def test_options_that_leave_only_the_likeliest_token(generator: Generator, keys: dict) -> None:
+    assert ids_of(generator, max_dec_len=24, **keys) == ids_of(generator, **GREEDY)
 
 
 def test_what_ends_a_continuation(generator: Generator, tokenizer) -> None:
@@ -74,7 +82,6 @@ def test_logprobs_are_the_models_own(generator: Generator, tokenizer) -> None:
     options = {"temperature": 0.7, "min_p": 0.02, "logit_bias": {32: 3.0}, "seed": 2, "max_dec_len": 12}
     plain = generator.generate(PROMPTS, GenerationConfig(**options))
     scored = generator.generate(PROMPTS, GenerationConfig(**options, logprobs=3))
-    generator.next_token_model.model.eval()
     for prompt, [one], [same] in zip(PROMPTS, scored, plain, strict=True):
         assert (one.ids, one.text) == (same.ids, same.text)
         assert same.logprobs is None
@@ -100,18 +107,11 @@ class TestStructuredOutputs:
         importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
     )
 
-    @pytest.mark.parametrize(
-        "strategy",
-        [
-            {"decode_strategy": "greedy_search"},
-            {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 0},
-            {"temperature": 1.5, "seed": 3, "num_return_sequences": 2},
-            {"decode_strategy": "beam_search", "num_beams": 3, "num_return_sequences": 2},
-        ],
-        ids=["guessed", "greedy", "sampled", "beams"],
-    )
-    def test_every_strategy_keeps_to_a_schema(self, generator: Generator, strategy: dict) -> None:
-        cfg = GenerationConfig(max_dec_len=160, structured_outputs={"json_schema": SCHEMA}, **strategy)
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_every_strategy_keeps_to_a_schema(self, generator: Generator, strategy: str) -> None:
+        copies = 2 if strategy in ("sampled", "beams") else 1
+        options = {**STRATEGIES[strategy], "max_dec_len": 160, "num_return_sequences": copies}
+        cfg = GenerationConfig(structured_outputs={"json_schema": SCHEMA}, **options)
         for each in generator.generate(PROMPTS, cfg):
             for one in each:
                 assert one.finish_reason == "stop"
@@ -134,16 +134,7 @@ class TestStructuredOutputs:
             assert re.fullmatch(pattern, one.text), one.text
             assert one.finish_reason == "stop"
 
-    @pytest.mark.parametrize(
-        "strategy",
-        [
-            {"decode_strategy": "greedy_search"},
-            {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 0},
-            {"temperature": 1.5, "seed": 3},
-            {"decode_strategy": "beam_search", "num_beams": 3},
-        ],
-        ids=["guessed", "greedy", "sampled", "beams"],
-    )
+    @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
     @pytest.mark.parametrize(
         "ban",
         [
@@ -232,8 +223,3 @@ def test_an_exported_program_says_what_it_does_not_read(keys: dict) -> None:
     with pytest.raises(ConfigError) as error:
         check_generation(GenerationConfig(**keys))
     assert error.value.key == f"Generation.{next(iter(keys))}"
-
-
-def test_min_p_of_1_leaves_the_likeliest_token(generator: Generator) -> None:
-    greedy = {**GREEDY, "max_dec_len": 16}
-    assert ids_of(generator, max_dec_len=16, min_p=1, seed=3) == ids_of(generator, **greedy)

@@ -24,7 +24,6 @@ def test_known_beginnings_change_no_logits(
     monkeypatch.setattr(continuous_batching, "_PREFILL_COLUMNS", 4)
     monkeypatch.setattr(prefix_cache, "SHORTEST", 2)
     staged, _ = make_model(**style)
-    staged.eval()
     chance, store = random.Random(seed), PrefixStore(60)
     batch = ContinuousBatch(NextTokenModel(staged, 61), store)
     shared, ended = [chance.randrange(61) for _ in range(6)], [[7, 8, 9]]
@@ -66,7 +65,6 @@ def test_what_was_used_least_recently_goes_first() -> None:
 
 def test_scores_are_those_of_the_full_forward(make_model) -> None:
     staged, _ = make_model(max_position_embeddings=256)
-    staged.eval()
     row = np.random.default_rng(3).integers(0, 61, 140).tolist()
     with paddle.no_grad():
         scores = score_prompt(NextTokenModel(staged, 61), row, 3)

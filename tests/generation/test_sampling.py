@@ -5,13 +5,12 @@ import paddle
 import pytest
 
 from ppfleetx.generation import gumbel_sampling as draws_module
-from ppfleetx.generation.decode_loop import Sampler
 from ppfleetx.generation.gumbel_sampling import RandomStream, draw, race_size
 from ppfleetx.generation.logits_processors import candidates
-from ppfleetx.generation.sampling_params import SamplingParams
+from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, chosen
 
 LOGITS = np.array([1.2, -0.3, 0.7, 2.1, 0.0, -2.0, 1.9, 0.4, -1.0, 1.5], dtype=np.float32)
-PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+PLAIN_OPTIONS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 FIRST_NUMBERS = [0.77971995, 1.19214952, 0.3154473, 0.16403921]
 CASES = [
     {},
@@ -48,12 +47,16 @@ def expected_distribution(
     return result
 
 
+def numbers_of(seed: int, rows: int, vocab: int, step: int = 0) -> np.ndarray:
+    return np.concatenate([RandomStream(seed, row, 0, vocab).numbers(step) for row in range(rows)])
+
+
 @pytest.mark.slow_after(5)
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_chi_square(options: dict) -> None:
     draws = 20_000
-    sampler = Sampler(3, [(row, 0) for row in range(draws)], len(LOGITS), SamplingParams(**options))
-    tokens = sampler(paddle.to_tensor(np.tile(LOGITS, (draws, 1))), np.arange(draws), 0).numpy()
+    logits, numbers = paddle.to_tensor(np.tile(LOGITS, (draws, 1))), numbers_of(3, draws, len(LOGITS))
+    tokens = chosen(logits, SamplingParams(**options), numbers).numpy()
     counts = np.bincount(tokens, minlength=len(LOGITS))
     expected = expected_distribution(LOGITS, **options) * draws
     assert counts[expected == 0].sum() == 0
@@ -66,7 +69,7 @@ def test_chi_square(options: dict) -> None:
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_weights_are_the_definition(options: dict) -> None:
     logits = np.stack([LOGITS, LOGITS[::-1], 3 * LOGITS])
-    full = {**PLAIN, **options}
+    full = {**PLAIN_OPTIONS, **options}
     weights = candidates(paddle.to_tensor(logits), **full).numpy()
     result = weights / weights.sum(-1, keepdims=True)
     expected = np.stack([expected_distribution(row, **options) for row in logits])
@@ -96,7 +99,7 @@ def test_top_p_keeps_no_more_of_equal_tokens_than_it_needs() -> None:
 )
 def test_options_beyond_float32_leave_the_likeliest_token(options: dict) -> None:
     logits = paddle.to_tensor([[0.5, 3.0, -1.0, 2.9999], [-300.0, -700.0, 250.0, 249.0]])
-    weights = candidates(logits, **PLAIN | options)
+    weights = candidates(logits, **PLAIN_OPTIONS | options)
     for prompt in range(200):
         numbers = np.repeat(RandomStream(1, prompt, 0, 4).numbers(0), 2, axis=0)
         assert draw(weights, paddle.to_tensor(numbers)).tolist() == [1, 2]
@@ -108,8 +111,8 @@ def test_tokens_of_many_blocks_are_drawn_as_often_as_they_should_be() -> None:
     draws, vocab = 40_000, 300
     weights = np.random.default_rng(1).random(vocab).astype(np.float32)
     weights[130:256:2] = 0.0
-    numbers = np.concatenate([RandomStream(5, row, 0, vocab).numbers(2) for row in range(draws)])
-    tokens = draw(paddle.to_tensor(np.tile(weights, (draws, 1))), paddle.to_tensor(numbers)).numpy()
+    numbers = paddle.to_tensor(numbers_of(5, draws, vocab, step=2))
+    tokens = draw(paddle.to_tensor(np.tile(weights, (draws, 1))), numbers).numpy()
     counts, expected = np.bincount(tokens, minlength=vocab), weights / weights.sum() * draws
     assert counts[weights == 0].sum() == 0
     kept = weights > 0
@@ -120,9 +123,9 @@ def test_tokens_of_many_blocks_are_drawn_as_often_as_they_should_be() -> None:
 def test_host_and_operations_draw_the_same() -> None:
     for vocab in (50_304, 700, 128, 61):
         logits = np.random.default_rng(vocab).normal(0, 3, (64, vocab)).astype(np.float32)
-        numbers = np.concatenate([RandomStream(2, row, 0, vocab).numbers(0) for row in range(64)])
+        numbers = numbers_of(2, 64, vocab)
         assert numbers.shape == (64, race_size(vocab))
-        weights, numbers = candidates(paddle.to_tensor(logits), **PLAIN), paddle.to_tensor(numbers)
+        weights, numbers = candidates(paddle.to_tensor(logits), **PLAIN_OPTIONS), paddle.to_tensor(numbers)
         found = draws_module.draw_by_operations(weights, numbers).tolist()
         assert draw(weights, numbers).tolist() == found
         assert max(found) < vocab and len(set(found)) > 8
@@ -134,8 +137,8 @@ def test_last_bits_of_logits_do_not_change_what_is_drawn() -> None:
     for _ in range(2):
         logits = rng.normal(0, 2.5, (200, 50_304)).astype(np.float32)
         moved = (logits + rng.normal(0, 2e-6, logits.shape)).astype(np.float32)
-        sampler = Sampler(3, [(row, 0) for row in range(200)], 50_304)
-        first, second = (sampler(paddle.to_tensor(one), np.arange(200), 0) for one in (logits, moved))
+        numbers = numbers_of(3, 200, 50_304)
+        first, second = (chosen(paddle.to_tensor(one), PLAIN, numbers) for one in (logits, moved))
         assert (first != second).sum().item() == 0
 
 
@@ -153,7 +156,7 @@ def test_numbers_are_a_function_of_seed_row_and_step() -> None:
 
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_a_broken_model_chooses_tokens_that_exist(top_k: int) -> None:
-    weights = candidates(paddle.full([2, 50], np.nan), **PLAIN | {"top_k": top_k})
+    weights = candidates(paddle.full([2, 50], np.nan), **PLAIN_OPTIONS | {"top_k": top_k})
     numbers = paddle.to_tensor(RandomStream(0, 0, 0, 50).numbers(0, 2))
-    for chosen in (draw(weights, numbers), draws_module.draw_by_operations(weights, numbers)):
-        assert 0 <= chosen.min().item() <= chosen.max().item() < 50
+    for tokens in (draw(weights, numbers), draws_module.draw_by_operations(weights, numbers)):
+        assert 0 <= tokens.min().item() <= tokens.max().item() < 50

@@ -1,11 +1,14 @@
 """Decoding with a cache gives what the plain forward pass gives, and a row what it gives alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.generation.decode_loop import Choose, Rules, Sampler, decode, greedy
+from ppfleetx.generation.decode_loop import Rules, decode
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
+from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.kv_cache import GrowingCache
 from ppfleetx.generation.logits_processors import penalize_repetition
 from ppfleetx.generation.sampling_params import SamplingParams
@@ -20,16 +23,25 @@ SAMPLINGS = {
 }
 
 
-def sampler(name: str, numbers: range | list[int], copies: int = 1) -> Sampler:
-    return Sampler(
-        11, [(i, j) for i in numbers for j in range(copies)], 61, SamplingParams(**SAMPLINGS[name])
-    )
-
-
-def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool = True, copies: int = 1):
+def run(
+    model,
+    prompts: list,
+    rules: Rules,
+    strategy: str = "greedy",
+    *,
+    first: int = 0,
+    use_cache: bool = True,
+    copies: int = 1,
+):
+    """Tokens and reasons for the end. ``first`` is the number of the first prompt in the random streams."""
     session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=use_cache)
+    streams = []
+    if strategy != "greedy":
+        rules = replace(rules, options=replace(rules.options, **SAMPLINGS[strategy]))
+        numbers = range(first, first + len(prompts))
+        streams = [RandomStream(11, number, copy, 61) for number in numbers for copy in range(copies)]
     with paddle.no_grad():
-        rows = decode(session, choose, rules, [NEW] * len(prompts), copies=copies)
+        rows = decode(session, rules, [NEW] * len(prompts), streams=streams, copies=copies)
     return [(row.ids, row.finish_reason) for row in rows]
 
 
@@ -42,10 +54,7 @@ def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool =
 @pytest.mark.parametrize("strategy", ["greedy", *SAMPLINGS])
 def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules: Rules) -> None:
     copies = 1 if strategy == "greedy" else 3
-    results = []
-    for use_cache in (True, False):
-        choose = greedy if strategy == "greedy" else sampler(strategy, range(4), copies)
-        results.append(run(model, PROMPTS, choose, rules, use_cache=use_cache, copies=copies))
+    results = [run(model, PROMPTS, rules, strategy, use_cache=use, copies=copies) for use in (True, False)]
     assert results[0] == results[1]
     assert len({tuple(ids) for ids, _ in results[0]}) > 1
 
@@ -53,11 +62,9 @@ def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules:
 @pytest.mark.parametrize("strategy", ["greedy", "top_k_top_p"])
 def test_a_row_in_a_batch_equals_the_row_alone(model, strategy: str) -> None:
     rules = Rules((9,), 2, SamplingParams(repetition_penalty=1.2))
-    choose = greedy if strategy == "greedy" else sampler(strategy, range(4))
-    together = run(model, PROMPTS, choose, rules)
+    together = run(model, PROMPTS, rules, strategy)
     for number, prompt in enumerate(PROMPTS):
-        choose = greedy if strategy == "greedy" else sampler(strategy, [number])
-        assert run(model, [prompt], choose, rules) == [together[number]]
+        assert run(model, [prompt], rules, strategy, first=number) == [together[number]]
 
 
 def test_cached_logits_equal_those_of_the_full_forward(model) -> None:
@@ -76,9 +83,9 @@ def test_cached_logits_equal_those_of_the_full_forward(model) -> None:
 
 
 def test_a_row_ends_with_the_end_token_and_the_others_go_on(model) -> None:
-    free = run(model, PROMPTS, greedy, Rules())
+    free = run(model, PROMPTS, Rules())
     end = free[0][0][5]
-    ended = run(model, PROMPTS, greedy, Rules(end_ids=(end,)))
+    ended = run(model, PROMPTS, Rules(end_ids=(end,)))
     for (ids, reason), (free_ids, _) in zip(ended, free, strict=True):
         expected = free_ids[: free_ids.index(end) + 1] if end in free_ids else free_ids
         assert ids == expected
@@ -89,10 +96,9 @@ def test_a_row_ends_with_the_end_token_and_the_others_go_on(model) -> None:
 @pytest.mark.parametrize("strategy", ["greedy", "all"])
 def test_the_end_token_does_not_come_before_the_minimum(model, strategy: str) -> None:
     """Whatever the end token is, it is forbidden for exactly ``min_new_tokens`` steps."""
-    choose = greedy if strategy == "greedy" else sampler("all", [0])
-    likeliest = run(model, PROMPTS[:1], choose, Rules())[0][0][0]
-    assert len(run(model, PROMPTS[:1], choose, Rules(end_ids=(likeliest,)))[0][0]) == 1
-    ids, _ = run(model, PROMPTS[:1], choose, Rules(end_ids=(likeliest,), min_new_tokens=6))[0]
+    likeliest = run(model, PROMPTS[:1], Rules(), strategy)[0][0][0]
+    assert len(run(model, PROMPTS[:1], Rules(end_ids=(likeliest,)), strategy)[0][0]) == 1
+    ids, _ = run(model, PROMPTS[:1], Rules(end_ids=(likeliest,), min_new_tokens=6), strategy)[0]
     assert likeliest not in ids[:6]
     assert len(ids) > 6
 
@@ -100,17 +106,16 @@ def test_the_end_token_does_not_come_before_the_minimum(model, strategy: str) ->
 def test_the_end_token_may_come_right_after_the_minimum(make_model) -> None:
     """A flat model, 61 tokens, 400 rows: some of them draw the end token at the first occasion."""
     model, _ = make_model(initializer_range=1e-6)
-    model.eval()
-    rows = run(model, [[3]], sampler("all", [0], 400), Rules(end_ids=(9,), min_new_tokens=5), copies=400)
+    rows = run(model, [[3]], Rules(end_ids=(9,), min_new_tokens=5), "all", copies=400)
     assert min(ids.index(9) for ids, reason in rows if reason == "stop") == 5
 
 
 def test_rows_have_limits_of_their_own(model) -> None:
     session = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=True)
     with paddle.no_grad():
-        rows = decode(session, greedy, Rules(), [3, 1, 9, 2])
+        rows = decode(session, Rules(), [3, 1, 9, 2])
     assert [len(row.ids) for row in rows] == [3, 1, 9, 2]
-    whole = run(model, PROMPTS, greedy, Rules())
+    whole = run(model, PROMPTS, Rules())
     assert [row.ids for row in rows] == [
         ids[: len(row.ids)] for row, (ids, _) in zip(rows, whole, strict=True)
     ]
@@ -123,8 +128,7 @@ def test_padding_ids_are_never_produced(make_model) -> None:
             vocab_size_divisible_unit=640, initializer_range=1e-6, tie_word_embeddings=tied
         )
         assert cfg.padded_vocab_size == 640
-        model.eval()
-        rows = run(model, PROMPTS, sampler("all", range(4), 20), Rules(), copies=20)
+        rows = run(model, PROMPTS, Rules(), "all", copies=20)
         seen = {token for ids, _ in rows for token in ids}
         assert seen == set(range(61))
 

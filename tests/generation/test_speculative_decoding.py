@@ -15,7 +15,7 @@ from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation import continuous_batching
 from ppfleetx.generation.continuous_batching import ContinuousBatch
-from ppfleetx.generation.decode_loop import Rules, decode, greedy
+from ppfleetx.generation.decode_loop import Rules, decode
 from ppfleetx.generation.decoding_session import DecodingSession, NextTokenModel
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ def test_tokens_are_those_without_guesses(model, prompts):
     ):
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
-            expected = decode(session, greedy, rules, limits)
+            expected = decode(session, rules, limits)
             for most in (1, 5, 16):
                 assert decode_with_drafts(next_token, prompts, rules, limits, most) == expected
 
@@ -83,15 +83,13 @@ def test_tokens_are_those_without_an_assistant(make_model, prompts, which):
     noise = {"noisy": 0.02, "another": 1.0}.get(which, 0.0)
     for own, parameter in zip(model.parameters(), helper.parameters(), strict=True):
         parameter.set_value(own + noise * paddle.randn(own.shape))
-    for each in (model, helper):
-        each.eval()
     counting, limits = Counting(model), [NEW - 7 * row for row in range(len(prompts))]
     longest = 30 if which == "itself, shorter" else 1000
     assistant = Assistant(NextTokenModel(helper, 61), longest, NoTokenizer(61))
     with paddle.no_grad():
         for rules in (Rules(), Rules((7, 3, 20), 5, SamplingParams(repetition_penalty=1.2))):
             session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=True)
-            expected = decode(session, greedy, rules, limits)
+            expected = decode(session, rules, limits)
             counting.passes.clear()
             rows = ProposedRows(assistant)
             assert decode_with_drafts(counting, prompts, rules, limits, 8, assistant=rows) == expected
@@ -128,7 +126,7 @@ def test_columns_of_wrong_guesses_are_taken_out(model, monkeypatch):
     next_token, prompts, steps = NextTokenModel(model, 61), [[3, 1], [8, 2, 1, 5]], 10
     with paddle.no_grad():
         session = DecodingSession(next_token, prompts, use_cache=True)
-        texts = [row.ids for row in decode(session, greedy, Rules(), [40, 40])]
+        texts = [row.ids for row in decode(session, Rules(), [40, 40])]
         batch, lengths, known = ContinuousBatch(next_token), [], [1, 1]
         batch.join(prompts, [1, 1])
         assert batch.next_logits().argmax(-1).tolist() == [text[0] for text in texts]
@@ -152,7 +150,6 @@ def test_columns_of_wrong_guesses_are_taken_out(model, monkeypatch):
 
 def test_right_guesses_save_passes_and_wrong_ones_are_dropped(make_model):
     model, _ = make_model()
-    model.eval()
     counting = Counting(model)
     with paddle.no_grad():
         # Greedy text of such a model runs into a cycle; CYCLE itself is not continued, a wrong guess.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.state_dict import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged_model import StagedModel
@@ -112,3 +113,26 @@ class GrowingCache:
             key, value = paddle.concat([past_key, key], axis=2), paddle.concat([past_value, value], axis=2)
         self.pairs[layer_index] = (key, value)
         return key, value, None
+
+
+def logits_of(model: StagedModel, tokens: paddle.Tensor, **inputs: Any) -> np.ndarray:
+    """Logits ``[b, s, V]``, without gradients."""
+    with paddle.no_grad():
+        return model(tokens, **inputs).transpose([1, 0, 2]).numpy()
+
+
+def logits_in_pieces(
+    model: StagedModel,
+    tokens: paddle.Tensor,
+    widths: Sequence[int],
+    cache: GrowingCache | None = None,
+    **inputs: paddle.Tensor,
+) -> np.ndarray:
+    """The logits of a pass that is cut into pieces of these widths; a cache carries each to the next."""
+    cache, parts, start = cache or GrowingCache(), [], 0
+    for width in widths:
+        piece = slice(start, start + width)
+        own = {name: tensor[:, piece] for name, tensor in inputs.items()}
+        parts.append(logits_of(model, tokens[:, piece], cache=cache, **own))
+        start += width
+    return np.concatenate(parts, axis=1)

@@ -11,17 +11,21 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import build_stage, canonical_parameters
-from tests.models.gpt_builders import LLAMA_STYLE, VARIANTS, GrowingCache, build, random_tokens, tiny_config
+from tests.models.gpt_builders import (
+    LLAMA_STYLE,
+    VARIANTS,
+    GrowingCache,
+    build,
+    logits_in_pieces,
+    logits_of,
+    random_tokens,
+    tiny_config,
+)
 
 variants = pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def logits_of(model, tokens, **kwargs):
-    with paddle.no_grad():
-        return model(tokens, **kwargs).transpose([1, 0, 2]).numpy()
-
-
-@variants
+@pytest.mark.parametrize("keys", [*VARIANTS.values(), {"tie_word_embeddings": False, "add_head_bias": True}])
 def test_names_and_shapes_are_those_of_the_arithmetic(keys):
     cfg = tiny_config(**keys)
     built = {name: tuple(p.shape) for name, p in canonical_parameters(build(cfg)).items()}
@@ -48,10 +52,9 @@ def test_a_later_token_changes_no_earlier_logit(keys):
 def test_cached_decoding_equals_the_full_forward(keys, cuts):
     model = build(tiny_config(**keys))
     model.eval()
-    tokens, cache, pieces = random_tokens(), GrowingCache(), []
-    for piece in paddle.split(tokens, cuts, axis=1):
-        pieces.append(logits_of(model, piece, cache=cache))
-    np.testing.assert_allclose(np.concatenate(pieces, 1), logits_of(model, tokens), rtol=0, atol=2e-6)
+    tokens = random_tokens()
+    pieces = logits_in_pieces(model, tokens, cuts)
+    np.testing.assert_allclose(pieces, logits_of(model, tokens), rtol=0, atol=2e-6)
 
 
 @variants
@@ -75,22 +78,11 @@ def test_left_padding_changes_nothing_with_and_without_cache(keys):
     padded = paddle.concat([paddle.zeros([2, pad], "int64"), tokens], axis=1)
     positions = paddle.clip(paddle.arange(11) - pad, min=0).unsqueeze(0).expand([2, 11])
     starts = paddle.full([2, 11], pad, dtype="int32")
-    whole = logits_of(model, padded, position_ids=positions, document_start=starts)
+    inputs, plain = {"position_ids": positions, "document_start": starts}, logits_of(model, tokens)
+    whole = logits_of(model, padded, **inputs)
     assert np.isfinite(whole).all()
-    plain = logits_of(model, tokens)
-    np.testing.assert_allclose(whole[:, pad:], plain, rtol=0, atol=2e-6)
-    cache, pieces = GrowingCache(), []
-    for part in (slice(0, 7), slice(7, 8), slice(8, 11)):
-        pieces.append(
-            logits_of(
-                model,
-                padded[:, part],
-                position_ids=positions[:, part],
-                document_start=starts[:, part],
-                cache=cache,
-            )
-        )
-    np.testing.assert_allclose(np.concatenate(pieces, 1)[:, pad:], plain, rtol=0, atol=2e-6)
+    for found in (whole, logits_in_pieces(model, padded, [7, 1, 3], **inputs)):
+        np.testing.assert_allclose(found[:, pad:], plain, rtol=0, atol=2e-6)
 
 
 def test_tied_weight_is_one_parameter_and_mirrors_on_another_rank():
@@ -156,9 +148,3 @@ def test_training_lowers_the_loss_and_vocabulary_padding_stays_zero(keys):
             assert (parameter.numpy()[61:] == 0).all()
         if name == "head.weight":
             assert (parameter.numpy()[:, 61:] == 0).all()
-
-
-def test_head_bias_and_names_of_an_untied_head():
-    cfg = tiny_config(tie_word_embeddings=False, add_head_bias=True)
-    parameters = canonical_parameters(build(cfg))
-    assert parameters["head.weight"].shape == [32, 64] and parameters["head.bias"].shape == [64]

@@ -13,10 +13,10 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.conversion.huggingface.config_export import describes, hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.rope import hf_rope, rope_keys, rope_notes
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 from tests.helpers.hf_weights import hf_to_canonical
-from tests.models.gpt_builders import GOLDENS, assign, build, load_golden
+from tests.models.gpt_builders import GOLDENS, assign, build, load_golden, logits_of, tiny_config
 
 NO_SCALING = {
     "plain",
@@ -75,21 +75,18 @@ def test_what_is_written_for_transformers_means_the_same(name):
 def test_logits_beyond_the_original_length_equal_transformers(name):
     config, (_, arrays) = golden()[0][name], load_golden("hf_llama")
     weights = {key.removeprefix("weight/"): value for key, value in arrays.items() if "weight/" in key}
-    model = build(ModelConfig(**model_keys(config)))
-    for key, value in hf_to_canonical(config, weights.__getitem__):
-        assign(model, key, value)
-    model.eval()
     tokens, expected = golden()[1]["tokens"], golden()[1][f"logits/{name}"]
     assert tokens.shape[1] >= rope_keys(config)["rope_scaling"].get("original_max_position_embeddings", 0)
-    logits = model(paddle.to_tensor(tokens)).transpose([1, 0, 2]).numpy()[:, ::5, :97]
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-    # The golden is no plain Llama's: without the scaling the logits are others.
-    plain = build(ModelConfig(**(model_keys(config) | {"rope_scaling": None})))
-    for key, value in hf_to_canonical(config, weights.__getitem__):
-        assign(plain, key, value)
-    plain.eval()
-    other = plain(paddle.to_tensor(tokens)).transpose([1, 0, 2]).numpy()[:, ::5, :97]
-    assert np.abs(other - expected).max() > 0.1
+
+    def difference(**keys):
+        model = build(ModelConfig(**(model_keys(config) | keys)))
+        for key, value in hf_to_canonical(config, weights.__getitem__):
+            assign(model, key, value)
+        model.eval()
+        return np.abs(logits_of(model, paddle.to_tensor(tokens))[:, ::5, :97] - expected).max()
+
+    assert difference() < 1e-4
+    assert difference(rope_scaling=None) > 0.1, "the golden is no plain Llama's"
 
 
 def test_each_row_has_the_angles_of_its_own_length():
@@ -124,37 +121,24 @@ def test_a_program_computes_the_angles_of_the_tables():
     assert np.abs(tables[0]).max() == pytest.approx(0.1 * np.log(4) + 1)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}
+
+
 @pytest.mark.parametrize(
-    "settings, words",
+    ("settings", "words"),
     [
+        ({"rope_scaling": "linear"}, "rope_scaling = .linear."),
         ({"rope_scaling": {"type": "longrope", "factor": 2, "long_factor": [2] * 4}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "supported: default"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor = 0.5.*at least 1"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor = 'x'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
-        (
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8,
-                    "low_freq_factor": 4,
-                    "high_freq_factor": 1,
-                }
-            },
-            "high_freq_factor must be the greater",
-        ),
+        ({"rope_scaling": LLAMA3}, "high_freq_factor must be the greater"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
-        ),
-        ({"rope_scaling": "linear"}, "rope_scaling = .linear."),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": None}},
-            "rope_theta must not be null",
-        ),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_fac"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": None}}, "rope_theta"),
     ],
 )
 def test_what_is_not_there_is_refused_in_words(settings, words):
@@ -168,18 +152,18 @@ def test_a_factor_of_yarn_that_is_not_the_ratio_of_lengths_is_noted():
     assert "yarn" in noted and not noted & {"plain", "linear", "llama3", "short yarn"}
 
 
+YARN = {"type": "yarn", "factor": 2, "original_max_position_embeddings": 8}
+
+
 @pytest.mark.parametrize(
-    "values, words",
+    ("values", "words"),
     [
         ({"type": "dynamic", "factor": 2}, "length of the sequence"),
         ({"type": "longrope", "factor": 2}, "type longrope needs it"),
         ({"type": "linear", "factor": 2, "short_factor": [1.0]}, "belongs to longrope"),
         ({"type": "yarn", "factor": 2}, "type yarn needs it"),
         ({"type": "linear", "factor": 2, "beta_fast": 4}, "belongs to yarn"),
-        (
-            {"type": "yarn", "factor": 2, "original_max_position_embeddings": 8, "mscale": 1.0},
-            "given together",
-        ),
+        ({**YARN, "mscale": 1.0}, "given together"),
     ],
 )
 def test_sections_that_fit_no_type_are_refused(values, words):
@@ -188,24 +172,21 @@ def test_sections_that_fit_no_type_are_refused(values, words):
 
 
 def test_sections_of_one_function_are_equal():
-    short = RopeScalingConfig(type="yarn", factor=2, original_max_position_embeddings=8)
-    long = RopeScalingConfig(
-        type="yarn", factor=2.0, original_max_position_embeddings=8, beta_fast=32, beta_slow=1, truncate=True
-    )
-    assert short == long
-    assert hash(short) == hash(long)
+    short = RopeScalingConfig(**YARN)
+    long = RopeScalingConfig(**YARN, beta_fast=32, beta_slow=1, truncate=True)
+    assert short == long and hash(short) == hash(long)
     assert repr(short).startswith('{type: "yarn", factor: 2.0,')
-    long = RopeScalingConfig(
-        type="longrope",
-        factor=2,
-        original_max_position_embeddings=8,
-        short_factor=[1.0, 1.0],
-        long_factor=[1.0, 2.0, 3.0, 4.0],
-    )
-    with pytest.raises(ValueError, match="one number for each of the 4 frequencies, and has 2"):
-        ModelConfig(
-            vocab_size=8, hidden_size=8, num_layers=1, num_attention_heads=1, rope_scaling=long,
-            position_embedding_type="rope",
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="rope_scaling"):
-        ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_attention_heads=1, rope_scaling=short)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"position_embedding_type": "rope"}, "one number for each of the 4 frequencies, and has 2"),
+        ({}, "rope_scaling"),
+    ],
+)
+def test_sections_that_fit_no_model_are_refused(keys, words):
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    scaling = RopeScalingConfig(**{**YARN, "type": "longrope"}, **factors)
+    with pytest.raises(ValueError, match=words):
+        tiny_config(hidden_size=8, num_attention_heads=1, rope_scaling=scaling, **keys)

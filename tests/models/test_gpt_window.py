@@ -8,10 +8,16 @@ import pytest
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.masks import cached_mask, window_start
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 from ppfleetx.nn.stage import canonical_parameters
-from tests.models.gpt_builders import LLAMA_STYLE, GrowingCache, build, random_tokens, tiny_config
-from tests.models.test_gpt import logits_of
+from tests.models.gpt_builders import (
+    LLAMA_STYLE,
+    build,
+    logits_in_pieces,
+    logits_of,
+    random_tokens,
+    tiny_config,
+)
 
 
 def test_a_window_begins_so_many_positions_before_each():
@@ -37,25 +43,12 @@ def test_nothing_comes_from_before_the_window(keys):
     )
 
 
-def test_a_window_of_one_layer_equals_the_sequence_cut_there():
-    """With window 4, the last position of one layer depends on five positions only."""
-    tokens = random_tokens(length=12)
-    keys = {"num_layers": 1, "position_embedding_type": "none"}
-    windowed = logits_of(build(tiny_config(**keys, attention_window=4)), tokens)
-    cut = logits_of(build(tiny_config(**keys)), tokens[:, -5:])
-    np.testing.assert_allclose(windowed[:, -1], cut[:, -1], rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [2, 3, 7]], ids=str)
 def test_a_window_looks_back_into_the_cache(chunks):
     tokens = random_tokens(length=12)
     model = build(tiny_config(**LLAMA_STYLE, attention_window=3))
-    whole, parts, cache, start = logits_of(model, tokens), [], GrowingCache(), 0
-    for width in chunks:
-        positions = paddle.arange(start, start + width).unsqueeze(0).expand([2, width])
-        parts.append(logits_of(model, tokens[:, start : start + width], position_ids=positions, cache=cache))
-        start += width
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=0, atol=2e-6)
+    pieces = logits_in_pieces(model, tokens, chunks)
+    np.testing.assert_allclose(pieces, logits_of(model, tokens), rtol=0, atol=2e-6)
 
 
 def test_a_window_counts_what_the_row_sees():

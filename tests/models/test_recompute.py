@@ -33,6 +33,12 @@ def gradients(packs=True, fused=None, **keys):
     return {name: p.grad.numpy() for name, p in canonical_parameters(model).items()} | {"after": after}
 
 
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
 @pytest.fixture
 def recomputed(monkeypatch):
     """Count the calls of recomputation."""
@@ -57,9 +63,7 @@ def test_gradients_are_bitwise_equal(recomputed, style, granularity, function):
     assert recomputed == []
     actual = gradients(**style, use_recompute=True, recompute_granularity=granularity)
     assert recomputed == [function] * 4
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+    assert_equal(actual, expected)
 
 
 @pytest.fixture
@@ -93,8 +97,7 @@ def test_fused_attention_is_recomputed_too(recomputed, packed_flash, granularity
     assert recomputed == [] and packed_flash == [0.2] * 4
     actual = gradients(**options, use_recompute=True, recompute_granularity=granularity)
     assert recomputed == [function] * 4 and packed_flash == [0.2] * (4 + 8)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+    assert_equal(actual, expected)
 
 
 def scaled(x, factor=1.0, *, power=2):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,6 +67,18 @@ def _cable() -> Iterator[tuple[str, str]]:
         yield ends
     finally:  # still here only where a node could not be made
         subprocess.run(["ip", "link", "delete", ends[0]], capture_output=True, check=False)
+
+
+def finish(jobs: list[subprocess.Popen], timeout: float) -> list[tuple[int, str]]:
+    """(exit code, output) of each job, after all processes have ended."""
+    deadline = time.monotonic() + timeout
+    try:
+        outputs = [job.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for job in jobs]
+    finally:
+        for job in jobs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
 
 
 def _ip(*words: str) -> None:

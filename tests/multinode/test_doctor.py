@@ -4,8 +4,6 @@ node."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from tests.e2e.conftest import NANO, ROOT, environment
 from tests.helpers import programs
-from tests.multinode.nodes import Node
+from tests.multinode.nodes import Node, finish
 
 MASTER_PORT = 38531
 
@@ -23,18 +21,8 @@ def doctor(
     node: Node, master: Node, *words: str, timeout: int = 90, before: str = "", **environ: str
 ) -> subprocess.Popen:
     """Start doctor on a node. ``before`` runs first, in a private mount namespace."""
-    given = ["--nproc", "1", "--nnodes", "2", "--master", f"{master.address}:{MASTER_PORT}"]
-    command = [
-        sys.executable,
-        "-m",
-        "ppfleetx",
-        "doctor",
-        *given,
-        "--timeout",
-        str(timeout),
-        "--json",
-        *words,
-    ]
+    given = ["--nproc", "1", "--nnodes", "2", "--master", f"{master.address}:{MASTER_PORT}", "--json"]
+    command = [sys.executable, "-m", "ppfleetx", "doctor", *given, "--timeout", str(timeout), *words]
     popen = programs.Popen
     if before:
         command = ["unshare", "-m", "sh", "-ec", f'{before}\nexec "$@"', "sh", *command]
@@ -42,7 +30,6 @@ def doctor(
     return popen(
         node.command(*command),
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         env={**environment(), "POD_IP": node.address, **environ},
         cwd=ROOT,
@@ -54,21 +41,13 @@ def reports(
     jobs: list[subprocess.Popen], seconds: float
 ) -> list[tuple[int, dict[tuple[str, str], list[dict]]]]:
     """(exit code, rows by group and name) of each job, after all processes have ended."""
-    try:
-        outputs = [job.communicate(timeout=seconds) for job in jobs]
-    finally:
-        for job in jobs:
-            try:
-                os.killpg(job.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
     found = []
-    for job, (text, errors) in zip(jobs, outputs, strict=True):
-        assert text.startswith("{"), text + errors
+    for code, text in finish(jobs, seconds):
+        assert text.startswith("{"), text
         rows: dict[tuple[str, str], list[dict]] = {}
         for row in json.loads(text)["rows"]:
             rows.setdefault((row["group"], row["name"]), []).append(row)
-        found.append((job.returncode, rows))
+        found.append((code, rows))
     return found
 
 

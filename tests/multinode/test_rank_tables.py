@@ -11,8 +11,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, environment, losses
 from tests.helpers import programs
-from tests.multinode.nodes import Node
-from tests.multinode.test_two_nodes import finish
+from tests.multinode.nodes import Node, finish
 
 PROJECT = ROOT / "projects/mindformers"
 CONFIG = """

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Tool, environment, losses, tool  # noqa: F401  (fixtures)
 from tests.helpers import programs
 from tests.helpers.waiting import wait_for
-from tests.multinode.nodes import Node
+from tests.multinode.nodes import Node, finish
 
 OVERRIDES = (
     "Global.global_batch_size=8",
@@ -44,20 +44,6 @@ def start(tool: Tool, node: Node, master: str, output_dir: Path, *overrides: str
         cwd=ROOT,
         start_new_session=True,
     )
-
-
-def finish(jobs: list[subprocess.Popen], timeout: float) -> list[tuple[int, str]]:
-    """(exit code, output) of each launcher, after all processes have ended."""
-    deadline = time.monotonic() + timeout
-    try:
-        outputs = [job.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for job in jobs]
-    finally:
-        for job in jobs:
-            try:
-                os.killpg(job.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
 
 
 def test_two_nodes_train_as_one_process(tool: Tool, tmp_path: Path, nodes) -> None:  # noqa: F811

@@ -18,6 +18,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import paddle
+
+from ppfleetx.nn.cpu_ops import build, compiled, ops, quantized
 
 TOLERANCE = 2e-6
 """Of the sum of magnitudes of what is added up; stated in ``ppfleetx/nn/cpu_ops/quantized.py``."""
@@ -83,18 +86,9 @@ def _with_offsets(rng: np.random.Generator, scales: np.ndarray) -> np.ndarray:
 
 
 def _check_float(x, levels, scales, bias, bits: int) -> None:
-    import paddle
-
-    from ppfleetx.nn.cpu_ops import quantized
-
-    if bits == 8:
-        kind, panels = "int8", quantized.int8_panels(paddle.to_tensor(levels))
-    else:
-        kind, panels = "int4", quantized.int4_panels(paddle.to_tensor(pack(levels)))
-    got = _run(kind, x, panels, scales, bias, levels.shape[1])
-    steps, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
+    got = _product(x, levels, scales, bias, bits, rounds=False)
     steps, offsets = (
-        np.repeat(one.astype(np.float64), len(levels) // len(one), axis=0) for one in (steps, offsets)
+        np.repeat(one.astype(np.float64), len(levels) // len(one), axis=0) for one in _apart(scales)
     )
     weight = levels * steps + offsets
     # The product with the integers and that of the offsets are rounded each for itself.
@@ -108,69 +102,51 @@ def _check_float(x, levels, scales, bias, bits: int) -> None:
 
 
 def _check_integers(x, levels, scales, bias, bits: int) -> None:
-    import paddle
-
-    from ppfleetx.nn.cpu_ops import quantized
-
-    if bits == 8:
-        kind, panels = "int8_int8", quantized.int8_quads(paddle.to_tensor(levels))
-    else:
-        kind, panels = "int4_int8", quantized.int4_panels(paddle.to_tensor(pack(levels)))
-    got = _run(kind, x, panels, scales, bias, levels.shape[1])
-    scales, offsets = (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
-    exact = magnitude = (
-        np.zeros(got.shape) if bias is None else np.broadcast_to(bias, got.shape).astype(float)
-    )
-    room = 0.0
-    for part, weights, scale, offset in zip(
-        np.split(x, len(scales), axis=1),
-        np.split(levels.astype(float), len(scales)),
-        scales,
-        offsets,
-        strict=True,
-    ):
+    got = _product(x, levels, scales, bias, bits, rounds=True)
+    scales, offsets = _apart(scales)
+    exact = np.zeros(got.shape) if bias is None else np.broadcast_to(bias, got.shape).astype(float)
+    magnitude, room = exact, 0.0
+    groups = np.split(x, len(scales), axis=1), np.split(levels.astype(float), len(scales))
+    for part, weights, scale, offset in zip(*groups, scales, offsets, strict=True):
         steps = np.maximum(np.abs(part).max(axis=1, keepdims=True) / np.float32(127), _SMALLEST)
         integers = np.rint(np.clip(part / steps, -127, 127)).astype(np.float64)
         step, scale, offset = (one.astype(np.float64) for one in (steps, scale, offset))
-        product, moved = (
-            integers @ weights * step * scale,
-            integers.sum(axis=1, keepdims=True) * step * offset,
-        )
+        product = integers @ weights * step * scale
+        moved = integers.sum(axis=1, keepdims=True) * step * offset
         exact = exact + product + moved
         magnitude = np.abs(magnitude) + np.abs(product) + np.abs(moved)
         # An activation between two integers may go to either: one step of one weight, of the few there are.
         near = (np.abs(np.abs(part / steps) % 1 - 0.5) < 1e-5).astype(np.float64)
         room = room + near @ np.abs(weights * scale + offset) * step
-    room = (
-        room + TOLERANCE * magnitude + _SMALLEST * (len(levels) * 127**2 * (1 + float(np.abs(offsets).max())))
-    )
+    room = room + TOLERANCE * magnitude
+    room = room + _SMALLEST * (len(levels) * 127**2 * (1 + float(np.abs(offsets).max())))
     assert (np.abs(got - exact) <= room).all(), (x.shape, levels.shape, scales.shape, f"int{bits} x int8")
 
 
-def _run(kind: str, x, panels, scales, bias, columns: int) -> np.ndarray:
-    import paddle
+def _apart(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and offsets. Only those in 16 bits have offsets."""
+    return (scales[0::2], scales[1::2]) if scales.dtype == np.float16 else (scales, 0 * scales)
 
-    from ppfleetx.nn.cpu_ops import quantized
 
+def _product(x, levels, scales, bias, bits: int, *, rounds: bool) -> np.ndarray:
+    """What our operator computes. With ``rounds``, it also rounds ``x`` to 8 bits."""
+    if bits == 4:
+        panels = quantized.int4_panels(paddle.to_tensor(pack(levels)))
+    else:
+        panels = (quantized.int8_quads if rounds else quantized.int8_panels)(paddle.to_tensor(levels))
+    kind = f"int{bits}_int8" if rounds else f"int{bits}"
     added = None if bias is None else paddle.to_tensor(bias)
     of_panels = quantized.scale_panels(paddle.to_tensor(scales))
     operands = paddle.to_tensor(x), panels.contiguous(), of_panels.contiguous()
-    return quantized.product(kind, *operands, added, columns).numpy()
+    return quantized.product(kind, *operands, added, levels.shape[1]).numpy()
 
 
 def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
-    from ppfleetx.nn.cpu_ops import build, compiled, ops, quantized
-
     options = [f"-march={march}" if option.startswith("-march") else option for option in compiled.OPTIONS]
     options = [f"-DPANEL_WIDTH={width}" if option.startswith("-DPANEL") else option for option in options]
     if sanitize:
-        options += [
-            "-g",
-            "-O1",
-            "-fsanitize=address,undefined",
-            "-fno-sanitize=vptr",
-            "-fno-sanitize-recover=undefined",
-        ]
+        options += ["-g", "-O1", "-fsanitize=address,undefined"]
+        options += ["-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"]
     library = directory / "quantized.so"
     ops.library_path = lambda _: library
     build.OPTIONS = tuple(options)
@@ -188,12 +164,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=0)
     parser.add_argument("--sanitize", action="store_true")
     args = parser.parse_args()
-    from ppfleetx.nn.cpu_ops import quantized
-    from ppfleetx.nn.cpu_ops.compiled import WIDTH
-
     with tempfile.TemporaryDirectory() as directory:
         if args.march != "native" or args.sanitize:
-            _build(args.march, args.width or WIDTH, args.sanitize, Path(directory))
+            _build(args.march, args.width or compiled.WIDTH, args.sanitize, Path(directory))
         else:
             assert quantized.are_available(), "python -m ppfleetx.nn.cpu_ops compiles the operators"
         rng = np.random.default_rng(args.seed)

@@ -11,7 +11,6 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
-from ppfleetx.distributed.device import computes_in
 from ppfleetx.nn.attention_kernels import KernelOptions, attend
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget
 from ppfleetx.nn.cpu_ops import bfloat16, compiled
@@ -34,6 +33,12 @@ def rounded(array):
 
 def random(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def heads(groups=1, per_group=1, learns=False):
+    """Queries, keys and values of nine positions."""
+    shapes = (1, groups, per_group, 9, 8), (1, groups, 9, 8), (1, groups, 9, 8)
+    return [paddle.to_tensor(random(*shape), stop_gradient=not learns) for shape in shapes]
 
 
 @needs_operators
@@ -143,8 +148,7 @@ def test_attention(heads, length, size, value_size, packed):
 
 @needs_operators
 def test_attention_of_operands_without_gradients():
-    shapes = [(1, 1, 2, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8)]
-    query, key, value = (paddle.to_tensor(random(*shape), stop_gradient=False) for shape in shapes)
+    query, key, value = heads(per_group=2, learns=True)
     key.stop_gradient = True
     result = bfloat16.attention(query, key, value, None)
     found = paddle.grad(result.sum(), [value, query], retain_graph=True)
@@ -158,7 +162,7 @@ def test_attention_of_operands_without_gradients():
 
 @needs_operators
 def test_starts_before_and_behind_a_row():
-    operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 1, 1, 9, 8), (1, 1, 9, 8), (1, 1, 9, 8))]
+    operands = heads()
     with bfloat16.products():
         whole, early, late = (
             attend(*operands, start, nn.Dropout(0.0), KernelOptions()).numpy()
@@ -178,14 +182,14 @@ def test_more_shapes_than_are_kept():
 
 @needs_operators
 def test_attention_that_stays_in_float32():
-    operands = [paddle.to_tensor(random(*shape)) for shape in ((1, 2, 1, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8))]
+    operands, dropout = heads(groups=2), nn.Dropout(0.0)
     for options in (KernelOptions(softcap=5.0), KernelOptions(kernel="reference")):
-        expected = attend(*operands, None, nn.Dropout(0.0), options).numpy()
+        expected = attend(*operands, None, dropout, options).numpy()
         with bfloat16.products():
-            np.testing.assert_array_equal(attend(*operands, None, nn.Dropout(0.0), options).numpy(), expected)
+            np.testing.assert_array_equal(attend(*operands, None, dropout, options).numpy(), expected)
     with bfloat16.products():
         dropped = attend(*operands, None, nn.Dropout(0.5), KernelOptions())
-    assert not np.allclose(dropped.numpy(), attend(*operands, None, nn.Dropout(0.0), KernelOptions()).numpy())
+    assert not np.allclose(dropped.numpy(), attend(*operands, None, dropout, KernelOptions()).numpy())
 
 
 class _Head(ChunkedHead):
@@ -253,7 +257,7 @@ def test_the_processor_decides(monkeypatch, flags, dtype, words):
     monkeypatch.setattr(device_support, "read_cpuinfo", lambda: f"flags : {flags}\n")
     cfg = load_config(NANO, ["Engine.mix_precision.enable=True", f"Engine.mix_precision.dtype={dtype}"])
     reasons = device_support.not_supported_reasons(cfg, "cpu")
-    assert computes_in(dtype) == (words is None) == (reasons == [])
+    assert (device_support.cpu_obstacle(dtype) is None) == (words is None) == (reasons == [])
     if words:
         assert words in reasons[0] and "enable=auto" in reasons[0]
         mixed = cfg.Engine.mix_precision

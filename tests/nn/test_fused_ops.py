@@ -109,7 +109,7 @@ def test_paddle_takes_the_calls_as_far_as_its_kernel(name, operator, far_enough,
 
 def test_trials_find_no_fault_with_the_stand_ins(calls):
     for name in LAYERS:
-        assert TABLE[name].trial.endswith(f"nn.fused_trials:{name}")
+        assert TABLE[name].trials == fused_trials.__name__
         assert difference(getattr(fused_trials, name), "float32") is None, name
     assert all(calls.values())
 
@@ -137,8 +137,32 @@ def test_trials_are_without_tf32_whatever_is_allowed():
         core.set_cublas_switch(before)
 
 
+def micro_batch(cfg, length):
+    tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, length + 1))
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": np.ones((2, length), np.float32),
+        "position_ids": np.tile(np.arange(length), (2, 1)),
+    }
+
+
+@pytest.fixture
+def without_and_with(monkeypatch):
+    """Run a function with plain operators, and with the fused operators that are given."""
+
+    def run(taken, function):
+        results = []
+        for fused in ({}, taken):
+            monkeypatch.setattr(parallelize, "choose", lambda *_, fused=fused: FusedOps(fused))
+            results.append(function())
+        return results
+
+    return run
+
+
 @pytest.mark.parametrize("recompute", [{}, {"use_recompute": True}])
-def test_a_model_trains_with_them_as_without(calls, recompute, monkeypatch):
+def test_a_model_trains_with_them_as_without(calls, recompute, without_and_with):
     model = {
         "num_layers": 2,
         "tie_word_embeddings": False,  # only 16-bit parameters join what lookups and products give
@@ -153,21 +177,15 @@ def test_a_model_trains_with_them_as_without(calls, recompute, monkeypatch):
         **recompute,
     }
     cfg = load_config(NANO, [f"Model.{key}={value}" for key, value in model.items()])
-    results = []
-    for taken in ({}, dict.fromkeys(LAYERS, ("float32",))):
-        monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
+
+    def train():
         runner = parallelize.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
-        assert any(calls.values()) is False
-        tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 65))
-        batch = {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "loss_mask": np.ones((2, 64), np.float32),
-            "position_ids": np.tile(np.arange(64), (2, 1)),
-        }
-        steps = [runner.train_step([batch], step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
-        results.append([(step.loss, step.grad_norm) for step in steps])
-    np.testing.assert_allclose(results[0], results[1], rtol=2e-5)
+        assert not any(calls.values())
+        batches = [micro_batch(cfg, 64)]
+        steps = [runner.train_step(batches, step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
+        return [(step.loss, step.grad_norm) for step in steps]
+
+    np.testing.assert_allclose(*without_and_with(dict.fromkeys(LAYERS, ("float32",)), train), rtol=2e-5)
     passes = 4 if recompute else 2  # of two layers
     assert calls["swiglu"] == calls["fused_softmax_mask_upper_triangle"] == 2 * passes
     assert calls["fused_rotary_position_embedding"] == 4 * passes
@@ -220,14 +238,7 @@ def mixed(level, *overrides):
     changes = {"mix_precision": {"enable": True, "dtype": "float16", "level": level, "scale_loss": 1024.0}}
     cfg = load_config(NANO, ["Model.num_layers=2", "Model.hidden_dropout_prob=0", *overrides])
     cfg = cfg.model_copy(update={"Engine": cfg.Engine.model_validate({**cfg.Engine.model_dump(), **changes})})
-    tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 17))
-    batch = {
-        "tokens": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "loss_mask": np.ones((2, 16), np.float32),
-        "position_ids": np.tile(np.arange(16), (2, 1)),
-    }
-    return cfg, [batch, batch]
+    return cfg, [micro_batch(cfg, 16)] * 2
 
 
 def two_steps(cfg, batches):
@@ -237,33 +248,32 @@ def two_steps(cfg, batches):
     return [(step.loss, step.grad_norm) for step in steps] + [runner.eval_step(batches)[:2]]
 
 
-def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
+def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch, without_and_with):
     """The result equals that of plain operators, except for one rounding to 16 bits."""
-    results, stand_in = [], _C_ops.fused_linear_param_grad_add
+    stand_in = _C_ops.fused_linear_param_grad_add
+
+    def train():
+        assert calls["fused_linear_param_grad_add"] == 0
+        return two_steps(*mixed("O2"))
+
     with emulated():
         monkeypatch.setattr(_C_ops, "fused_linear_param_grad_add", stand_in)
-        for taken in ({}, {"linear_grad_add": ("float16",)}):
-            monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
-            assert calls["fused_linear_param_grad_add"] == 0
-            results.append(two_steps(*mixed("O2")))
+        plain, fused = without_and_with({"linear_grad_add": ("float16",)}, train)
         monkeypatch.undo()
-    np.testing.assert_allclose(results[0], results[1], rtol=2e-3)
-    assert results[0] != results[1]
+    np.testing.assert_allclose(plain, fused, rtol=2e-3)
+    assert plain != fused
     # Four linears a layer, two layers, and the head; two micro batches, two steps.
     assert calls["fused_linear_param_grad_add"] == (4 * 2 + 1) * 2 * 2
 
 
-def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
+def test_weights_at_o1_are_converted_once_a_step(monkeypatch, without_and_with):
     """The result has the same bits as with a conversion in every product."""
-    results, made = [], []
-    init = Matmul.__init__
+    made, init = [], Matmul.__init__
     monkeypatch.setattr(Matmul, "__init__", lambda self, **a: made.append(self) or init(self, **a))
     with emulated():
-        for taken in ({}, {"weight_cast": ("float16",)}):
-            monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
-            results.append(two_steps(*mixed("O1")))
+        plain, fused = without_and_with({"weight_cast": ("float16",)}, lambda: two_steps(*mixed("O1")))
         assert difference(fused_trials.weight_cast, "float16") is None
-    assert results[0] == results[1]
+    assert plain == fused
     # Weight and bias of four linears in each of two layers, and the head; two steps and an evaluation.
     assert [casts for matmul in made if (casts := matmul.uses["casts"])] == [(2 * 4 * 2 + 1) * 3, 1]
 
@@ -271,17 +281,16 @@ def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
 QUANTIZATION = "Compress.Quantization"
 
 
-def test_a_weight_that_is_rounded_has_no_copy_of_another(monkeypatch):
+def test_a_weight_that_is_rounded_has_no_copy_of_another(without_and_with):
     """Rounded weights are freed after their product, and Python reuses their ``id``."""
-    results = []
     with emulated():
-        for taken in ({}, {"weight_cast": ("float16",)}):
-            monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
-            results.append(two_steps(*mixed("O1", f"{QUANTIZATION}.enable=True")))
-    assert results[0] == results[1]
+        plain, fused = without_and_with(
+            {"weight_cast": ("float16",)}, lambda: two_steps(*mixed("O1", f"{QUANTIZATION}.enable=True"))
+        )
+    assert plain == fused
 
 
-def test_learned_clips_are_float32_beside_16_bit_weights(monkeypatch):
+def test_learned_clips_are_float32_beside_16_bit_weights():
     types = ("weight_preprocess_type", "activation_preprocess_type")
     options = [f"{QUANTIZATION}.enable=True", *(f"{QUANTIZATION}.{key}=PACT" for key in types)]
     cfg, batches = mixed("O2", *options, "Model.use_recompute=True")

@@ -10,12 +10,20 @@ import pytest
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import model_spec
 from ppfleetx.models.gpt.stages import kernel_options
-from ppfleetx.nn.latent_attention import LatentAttention
+from ppfleetx.nn.attention import LatentAttention
 from ppfleetx.nn.layer_factory import LocalFactory
 from ppfleetx.nn.positions import rope
 from tests.generation.hf_weights import random_weight
 from tests.helpers.low_precision import emulated
-from tests.models.gpt_builders import VARIANTS, GrowingCache, build, random_tokens, tiny_config
+from tests.models.gpt_builders import (
+    VARIANTS,
+    GrowingCache,
+    build,
+    logits_in_pieces,
+    logits_of,
+    random_tokens,
+    tiny_config,
+)
 
 STORED = np.load(Path(__file__).parents[1] / "goldens/hf_latent.npz")
 CASES = json.loads(str(STORED["cases"]))
@@ -107,14 +115,9 @@ def test_a_cache_of_compressed_values_gives_what_a_whole_pass_gives(keys, chunks
     tokens, model = random_tokens(length=12), build(tiny_config(**{**LATENT, **keys}))
     for parameter in model.parameters():  # wide, so that attention is not uniform
         parameter.set_value(parameter * 10 if parameter.ndim > 1 else parameter)
-    parts, cache, start = [], GrowingCache(), 0
-    with paddle.no_grad():
-        whole = model(tokens).numpy()
-        for width in chunks:
-            positions = paddle.arange(start, start + width).unsqueeze(0).expand([2, width])
-            parts.append(model(tokens[:, start : start + width], positions, cache=cache).numpy())
-            start += width
-    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-5 * np.abs(whole).max())
+    cache, whole = GrowingCache(), logits_of(model, tokens)
+    pieces = logits_in_pieces(model, tokens, chunks, cache)
+    np.testing.assert_allclose(pieces, whole, rtol=0, atol=1e-5 * np.abs(whole).max())
     compressed, turned = cache.pairs[0]
     assert (compressed.shape, turned.shape) == ([2, 1, 12, 9], [2, 1, 12, 4])
 

@@ -42,6 +42,20 @@ def norm64(kind, x, gain, bias, eps):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain + (bias if has_bias else 0.0)
 
 
+def check_norm(layer, reference, gain, x, upstream, normalized):
+    """Compare values, and gradients of input and gain; ``normalized`` is the result with the gain 1."""
+    layer.weight.set_value(gain.astype("float32"))
+    xt = tensor(x, grad=True)
+    out = layer(xt)
+    np.testing.assert_allclose(out.numpy(), reference(x), rtol=1e-4, atol=1e-5)
+    (out * tensor(upstream)).sum().backward()
+    for found, expected in (
+        (xt.grad, numerical_gradient(reference, x, upstream)),
+        (layer.weight.grad, (upstream * normalized).sum((0, 1))),
+    ):
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", NORMS.names())
 @pytest.mark.parametrize(("training", "compiled"), [(True, True), (True, False), (False, True)])
 def test_norm(kind, training, compiled, monkeypatch):
@@ -53,19 +67,10 @@ def test_norm(kind, training, compiled, monkeypatch):
     has_bias = layer.bias is not None if kind.startswith("LayerNorm") else False
     gain, bias, x = RNG.normal(size=10), RNG.normal(size=10), RNG.normal(size=(3, 2, 10)) * 3 + 5
     upstream = RNG.normal(size=x.shape)
-    layer.weight.set_value(gain.astype("float32"))
     if has_bias:
         layer.bias.set_value(bias.astype("float32"))
-    xt = tensor(x, grad=True)
-    out = layer(xt)
-    np.testing.assert_allclose(out.numpy(), norm64(kind, x, gain, bias, 1e-3), rtol=1e-4, atol=1e-5)
-    (out * tensor(upstream)).sum().backward()
-    expected = numerical_gradient(lambda v: norm64(kind, v, gain, bias, 1e-3), x, upstream)
-    np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
     normalized = norm64(kind.removesuffix("1P"), x, 1.0, 0.0, 1e-3)
-    np.testing.assert_allclose(
-        layer.weight.grad.numpy(), (upstream * normalized).sum((0, 1)), rtol=1e-3, atol=1e-4
-    )
+    check_norm(layer, lambda v: norm64(kind, v, gain, bias, 1e-3), gain, x, upstream, normalized)
     if has_bias:
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
 
@@ -100,19 +105,9 @@ def test_norm_of_each_head_with_a_gain_of_its_own(kind, training):
         heads = norm64(kind, x.reshape(3, 2, 3, 4), gain.reshape(3, 4), 0.0, 1e-3)
         return heads.reshape(3, 2, 12)
 
-    layer.weight.set_value(gain.astype("float32"))
-    xt = tensor(x, grad=True)
-    out = layer(xt)
-    np.testing.assert_allclose(out.numpy(), expected(x), rtol=1e-4, atol=1e-5)
-    (out * tensor(upstream)).sum().backward()
-    np.testing.assert_allclose(
-        xt.grad.numpy(), numerical_gradient(expected, x, upstream), rtol=1e-3, atol=1e-4
-    )
     normal = expected(x, np.full(12, 0.0 if kind.endswith("1P") else 1.0))
-    np.testing.assert_allclose(
-        layer.weight.grad.numpy(), (upstream * normal).sum((0, 1)), rtol=1e-3, atol=1e-4
-    )
-    low = layer(xt.astype("bfloat16"))
+    check_norm(layer, expected, gain, x, upstream, normal)
+    low = layer(tensor(x).astype("bfloat16"))
     assert low.dtype == paddle.bfloat16
     np.testing.assert_allclose(low.astype("float32").numpy(), expected(x), rtol=0.05, atol=0.05)
 
@@ -143,11 +138,6 @@ def test_frozen_inputs_and_parameters_get_no_gradient_and_the_rest_does(kind, fr
         value.stop_gradient = name in frozen
     linear(norm(x)).sum().backward()
     assert {name for name, value in tensors.items() if value.grad is None} == frozen & tensors.keys()
-
-
-def test_unknown_norm_is_refused():
-    with pytest.raises(ConfigError, match=r"Model\.normalization = 'BatchNorm'"):
-        LocalFactory().norm(NormSpec("BatchNorm", 4, 1e-5))
 
 
 def activation64(name, x):
@@ -185,7 +175,9 @@ def test_the_gradient_of_gelu_at_large_numbers():
     np.testing.assert_allclose(x.grad.numpy(), [0, 0, 0, 1, 1, 1], atol=1e-6)
 
 
-def test_unknown_activation_is_refused():
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match=r"Model\.normalization = 'BatchNorm'"):
+        LocalFactory().norm(NormSpec("BatchNorm", 4, 1e-5))
     with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'mish'"):
         MLP(LocalFactory(), MLPSpec(4, 8, "mish", True, Normal(1.0), Normal(1.0)))
 
@@ -259,9 +251,7 @@ def test_reference_attention(groups, per_group, past, packed):
 
 
 def test_score_guard_is_not_applied_in_fp32():
-    arrays = [tensor(RNG.normal(size=(1, 2, 1, 4, 8)))] + [
-        tensor(RNG.normal(size=(1, 2, 4, 8))) for _ in "kv"
-    ]
+    arrays = [tensor(RNG.normal(size=size)) for size in ((1, 2, 1, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))]
     dropout = paddle.nn.Dropout(0.0)
     plain = reference_attention(*arrays, None, dropout, KernelOptions())
     guarded = reference_attention(*arrays, None, dropout, KernelOptions(qk_scale_guard=24.0))

@@ -1,15 +1,24 @@
 """The mixture layer against a reference that computes every expert for every position; experts without
 rows."""
 
-from dataclasses import replace
-
 import numpy as np
+import paddle
 import pytest
+from paddle.static import InputSpec
 
+from ppfleetx.compress.rounding import Stored, nearest
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import active_count, gpt_spec, model_spec, parameter_count, parameter_shapes
+from ppfleetx.nn.fake_quant import quantize_linear
+from ppfleetx.nn.init import Normal
+from ppfleetx.nn.layer_factory import LocalFactory
+from ppfleetx.nn.layer_spec import LinearSpec
+from ppfleetx.nn.mlp_spec import GroupedLinearSpec
+from ppfleetx.nn.moe import MoE, Order
+from ppfleetx.nn.routing import chosen_mask
+from ppfleetx.nn.stage import Stage, build_stage
 
 SIZES = {
     "vocab_size": 128,
@@ -34,14 +43,8 @@ def config(moe, **more):
 
 def layer_of(cfg):
     """The last block's layer with initialized values."""
-    import paddle
-
-    from ppfleetx.nn.layer_factory import LocalFactory
-    from ppfleetx.nn.moe import MoE
-    from ppfleetx.nn.stage import Stage, build_stage
-
-    spec = replace(gpt_spec(cfg).blocks[-1].mlp)
-    stage = Stage("decoder.layers.1.mlp", MoE, {"factory": LocalFactory(), "spec": spec})
+    kwargs = {"factory": LocalFactory(), "spec": gpt_spec(cfg).blocks[-1].mlp}
+    stage = Stage("decoder.layers.1.mlp", MoE, kwargs)
     with paddle.utils.unique_name.guard():
         layer = build_stage(stage, 7)
     for parameter in layer.parameters():  # those that begin at zero would hide mistakes
@@ -52,10 +55,6 @@ def layer_of(cfg):
 
 def every_expert(layer, hidden):
     """The layer's output, computed with all experts at all positions."""
-    import paddle
-
-    from ppfleetx.nn.routing import chosen_mask
-
     routing, _, _ = layer.router(hidden)
     dense = chosen_mask(routing.choice, layer.num_experts).put_along_axis(routing.choice, routing.weights, -1)
     fc1, fc2 = layer.experts.fc1, layer.experts.fc2
@@ -77,18 +76,14 @@ def gradients(layer, function, hidden):
     hidden.stop_gradient = False
     out = function(hidden)
     (out * out.detach().cos()).sum().backward()
-    found = {
-        name: parameter.grad for name, parameter in layer.named_parameters() if not parameter.stop_gradient
-    }
-    found = {name: gradient.numpy() for name, gradient in found.items()} | {"hidden": hidden.grad.numpy()}
+    found = {name: p.grad.numpy() for name, p in layer.named_parameters() if not p.stop_gradient}
+    found["hidden"] = hidden.grad.numpy()
     layer.clear_gradients()
     return out.numpy(), found
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients(case):
-    import paddle
-
     moe, more = CASES[case]
     paddle.seed(3)
     layer, hidden = layer_of(config(moe, **more)), paddle.randn([5, 3, 8])
@@ -101,8 +96,6 @@ def test_output_and_gradients(case):
 
 
 def test_an_expert_without_positions_has_a_gradient_of_zeros():
-    import paddle
-
     layer = layer_of(config({"num_experts": 4, "top_k": 1}))
     layer.router.weight.set_value(paddle.zeros_like(layer.router.weight))  # the first of equal ones is chosen
     (layer(paddle.randn([4, 2, 8])) ** 2).sum().backward()
@@ -145,13 +138,6 @@ def test_active_parameters():
 
 def grouped(width_in, width_out):
     """The linears of three experts with initialized values."""
-    import paddle
-
-    from ppfleetx.nn.init import Normal
-    from ppfleetx.nn.layer_factory import LocalFactory
-    from ppfleetx.nn.layer_spec import LinearSpec
-    from ppfleetx.nn.mlp_spec import GroupedLinearSpec
-
     factory = LocalFactory()
     layer = factory.grouped_linear(
         GroupedLinearSpec(3, LinearSpec(width_in, width_out, "columns", True, Normal(1.0)))
@@ -167,10 +153,6 @@ def grouped(width_in, width_out):
     ids=["int8", "int4", "int8 x int8", "int4 offsets"],
 )
 def test_experts_of_few_bits(form):
-    import paddle
-
-    from ppfleetx.compress.rounding import Stored, nearest
-
     factory, layer = grouped(16, 24)
     of_experts = [nearest(matrix, form) for matrix in layer.weight.numpy()]
     stored = Stored(*(np.stack([getattr(one, of) for one in of_experts]) for of in ("levels", "scale")), form)
@@ -191,8 +173,6 @@ def test_experts_of_few_bits(form):
 
 
 def test_adapters_of_experts_are_what_is_merged_into_their_matrices():
-    import paddle
-
     factory, layer = grouped(6, 4)
     x, counts = paddle.randn([7, 6]), [3, 0, 4]
     branch = factory.lora(layer, LoraConfig(rank=2, alpha=6.0))
@@ -203,10 +183,6 @@ def test_adapters_of_experts_are_what_is_merged_into_their_matrices():
 
 
 def test_matrices_of_experts_are_rounded_each_by_itself():
-    import paddle
-
-    from ppfleetx.nn.fake_quant import quantize_linear
-
     factory, layer = grouped(6, 4)
     layer.weight.set_value(layer.weight * paddle.to_tensor([1.0, 10.0, 100.0]).reshape([3, 1, 1]))
     cfg = QuantizationConfig(
@@ -224,10 +200,6 @@ def test_matrices_of_experts_are_rounded_each_by_itself():
 
 def test_a_rank_without_positions():
     """In decoding, ranks that share one position may have none to dispatch."""
-    import paddle
-
-    from ppfleetx.nn.moe import Order
-
     order = Order(paddle.zeros([0, 2], "int64"), 4, None)
     rows = order.dispatch(paddle.zeros([0, 8]))
     assert rows.shape == [0, 8] and order.counts.tolist() == [0, 0, 0, 0]
@@ -238,10 +210,6 @@ def test_a_rank_without_positions():
 
 def test_a_rank_whose_choices_are_all_dropped():
     """With a capacity by position, a router that prefers one expert leaves nothing to the later ranks."""
-    import paddle
-
-    from ppfleetx.nn.moe import Order
-
     rows, weights = paddle.ones([3, 8]), paddle.ones([3, 2])
     rows.stop_gradient = weights.stop_gradient = False
     order = Order(paddle.to_tensor([[0, 1], [0, 2], [0, 1]]), 4, paddle.zeros([3, 2]))
@@ -255,10 +223,6 @@ def test_a_rank_whose_choices_are_all_dropped():
 
 def test_an_export_has_no_branches():
     """A branch would cost time in every layer."""
-    import paddle
-    from paddle.static import InputSpec
-
-    from ppfleetx.nn.moe import Order
 
     def mixed(rows, choice, weights):
         order = Order(choice, 4, None)

@@ -122,11 +122,9 @@ def test_what_follows_is_what_each_parameter_needs(declared, size):
                 owners = owner_axes(spec, mesh)
                 assert owners == (("sharding",) if plan.sharding > 1 else ())
                 assert kept_equal_over(spec, mesh) == (("mp",) if dim is None and plan.mp > 1 else ())
-                for owns, first in product((False, True), (False, True)):
-                    one = owns and first and (dim is not None or at["mp"] == 0)
-                    holds = {"owns": owns, "first_holder": first}
-                    assert counts(spec, mesh, rank, **holds) == one
-                    assert writes(spec, mesh, rank, **holds) == (one and at["dp"] == at["sep"] == 0)
+                one = dim is not None or at["mp"] == 0
+                assert counts(spec, mesh, rank) == one
+                assert writes(spec, mesh, rank) == (one and at["dp"] == at["sep"] == 0)
 
 
 def test_what_trains_and_what_is_tied(declared):
@@ -175,9 +173,13 @@ def test_parts_are_the_columns_that_layers_take():
     columns = np.arange(groups * (queries + 2) * width)
     heads = columns.reshape(groups, queries + 2, width)
     wanted = {"q": heads[:, :queries], "k": heads[:, queries], "v": heads[:, queries + 1]}
-    parts = {part.name: part.indices(columns.size) for part in qkv_parts(queries, width)}
+
+    def indices(part, size):
+        return [at for at in range(size) if part.offset <= at % part.period < part.offset + part.width]
+
+    parts = {part.name: indices(part, columns.size) for part in qkv_parts(queries, width)}
     assert parts == {name: part.flatten().tolist() for name, part in wanted.items()}
-    assert [part.indices(6) for part in GATE_AND_UP] == [[0, 2, 4], [1, 3, 5]]
+    assert [indices(part, 6) for part in GATE_AND_UP] == [[0, 2, 4], [1, 3, 5]]
 
 
 EXPERT = ParamSpec((8, 6), Constant(), "matrix", {"ep": Shard(0)}, {"edp": PARTIAL})
@@ -208,14 +210,14 @@ def test_of_experts_each_element_is_written_and_counted_once(plan, ep, emp, spec
     owner = {rank: not axes or mesh.ranks_over(rank, axes)[-1] == rank for rank in ranks}
     written = np.zeros(spec.shape, int)
     for rank in ranks:
-        if writes(spec, mesh, rank, owns=owner[rank]):
+        if owner[rank] and writes(spec, mesh, rank):
             info = placed(spec, mesh, rank)
             written[tuple(slice(o, o + n) for o, n in zip(info.offset, info.local_shape, strict=True))] += 1
     assert (written == 1).all()
     normed = norm_axes(EXPERTS, mesh)
     for rank in ranks:
         group = mesh.ranks_over(rank, normed) if normed else (rank,)
-        counted = [r for r in group if r in owner and counts(spec, mesh, r, owns=owner[r])]
+        counted = [r for r in group if owner.get(r) and counts(spec, mesh, r)]
         sizes = [math.prod(placed(spec, mesh, r).local_shape) for r in counted]
         assert sum(sizes) == math.prod(spec.shape), "squares that are summed are those of the whole"
     summed = [axis for axes in gradient_sums(spec, mesh) for axis in axes] + list(axes)

@@ -9,12 +9,12 @@ from paddle.base import core
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kernel_types
-from ppfleetx.nn import attention_kernels, flash, fused_ops, fused_trials, mlp, norm, rope
+from ppfleetx.nn import attention_kernels, flash, fused_ops, fused_trials, mlp, norm, positions
 from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps, choose, forget_trials
 from ppfleetx.nn.fused_trial_process import difference
 from ppfleetx.nn.layers import Dropout
 from ppfleetx.nn.masks import attention_mask
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 from tests.helpers import ascend
 from tests.helpers.low_precision import emulated
 
@@ -33,7 +33,7 @@ def plugin(monkeypatch):
 
         return run
 
-    for module in (norm, flash, rope, fused_ops):
+    for module in (norm, flash, positions, fused_ops):
         monkeypatch.setattr(module, "plugin_operator", counted)
     forget_trials()
     yield calls

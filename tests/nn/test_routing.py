@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 
 from ppfleetx.config.sections.moe import RouterConfig
+from ppfleetx.nn import routing
 
 GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "moe_router.npz")
 LENGTH, BATCH, WIDTH, EXPERTS, TOP_K = GOLDENS["shape"].tolist()
@@ -21,8 +23,6 @@ ROUTERS = [
 @pytest.fixture
 def logits():
     """Hidden states and matrix of the goldens as leaves, and the logits."""
-    import paddle
-
     x, w = (paddle.to_tensor(GOLDENS[name].astype("float32"), stop_gradient=False) for name in "xw")
     return x, w, lambda: x.matmul(w, transpose_y=True)
 
@@ -49,20 +49,16 @@ def check_gradients(name, x, w):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_choices_weights_and_their_gradients(name, logits):
-    import paddle
-
-    from ppfleetx.nn.routing import route, within_capacity
-
     options, (x, w, of) = json.loads(str(GOLDENS[f"{name}/options"])), logits
     cfg, z = section(options), of()
     if options.get("linear_bias"):
         z = z + paddle.to_tensor(GOLDENS["linear_bias"].astype("float32"))
     bias = paddle.to_tensor(GOLDENS["bias"].astype("float32")) if cfg.bias else None
-    choice, weights, _ = route(z.unsqueeze(1), options["k"], cfg, bias)  # the tokens are one sequence
+    choice, weights, _ = routing.route(z.unsqueeze(1), options["k"], cfg, bias)  # the tokens are one sequence
     kept = paddle.ones_like(weights)
     if "capacity" in options:
-        limits = {"factor": options["capacity"], "policy": options["policy"]}
-        kept = within_capacity(choice, weights, paddle.ones([z.shape[0], 1]), num_experts=EXPERTS, **limits)
+        limits = {"num_experts": EXPERTS, "factor": options["capacity"], "policy": options["policy"]}
+        kept = routing.within_capacity(choice, weights, paddle.ones([z.shape[0], 1]), **limits)
     assert (np.sort(choice.numpy()[:, 0]) == np.sort(GOLDENS[f"{name}/choice"])).all()
     dense = paddle.zeros_like(z).put_along_axis(choice.squeeze(1), (weights * kept).squeeze(1), 1)
     np.testing.assert_allclose(dense.numpy(), GOLDENS[f"{name}/weights"], **EQUAL)
@@ -72,10 +68,6 @@ def test_choices_weights_and_their_gradients(name, logits):
 
 def balance(kind, logits, masked):
     """The balancing loss of the golden's tokens, with expert shares of the same tokens."""
-    import paddle
-
-    from ppfleetx.nn import routing
-
     score = "sigmoid" if kind in ("megatron_sigmoid", "deepseek_v3_sequence") else "softmax"
     scores = logits.reshape([LENGTH, BATCH, EXPERTS])
     choice, _, scores = routing.route(scores, 1 if "gshard" in kind else TOP_K, RouterConfig(score=score))
@@ -117,23 +109,15 @@ def test_losses_and_their_gradients(name, kind, logits):
 
 
 def test_the_bias_moves_towards_equal_loads():
-    import paddle
-
-    from ppfleetx.nn.routing import moved_bias
-
     bias, counts = (paddle.to_tensor(GOLDENS[name].astype("float32")) for name in ("bias", "bias/counts"))
-    moved = moved_bias(bias, counts, float(GOLDENS["bias/rate"]))
+    moved = routing.moved_bias(bias, counts, float(GOLDENS["bias/rate"]))
     np.testing.assert_allclose(moved.numpy(), GOLDENS["bias/sign"], **EQUAL)
 
 
 def test_positions_that_do_not_count_are_neither_limited_nor_in_the_limit():
-    import paddle
-
-    from ppfleetx.nn.routing import within_capacity
-
     choice = paddle.zeros([6, 1, 1], "int64")  # all choose the first of two experts
     counts = paddle.to_tensor([[1.0], [1.0], [0.0], [1.0], [1.0], [0.0]])
     weights = paddle.to_tensor([0.1, 0.4, 0.9, 0.3, 0.2, 0.9]).reshape([6, 1, 1])
     for policy, kept in (("position", [1, 1, 1, 0, 0, 1]), ("probs", [0, 1, 1, 1, 0, 1])):
-        found = within_capacity(choice, weights, counts, num_experts=2, factor=1.0, policy=policy)
+        found = routing.within_capacity(choice, weights, counts, num_experts=2, factor=1.0, policy=policy)
         assert found.reshape([-1]).tolist() == kept

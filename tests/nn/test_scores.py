@@ -4,8 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.token_scores import token_scores
+from ppfleetx.nn.loss import token_loss, token_scores
 
 S, B, V, TRUE = 70, 3, 40, 37  # 210 positions: more than are looked at together
 

@@ -28,10 +28,10 @@ def _unchanged(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[str, int]:
     """Host synchronizations of the second step of a run, including the engine's exchange before it."""
     syncs, log = HostSyncs(), KernelLog()
-    with _training(plan, world_size, "gpt", 4, extra or {}) as (named, step):
+    with _training(plan, world_size, "gpt", 4, extra) as (named, step):
         for number in range(2):
             before = named.queued
             with contextlib.ExitStack() as stack:
@@ -40,7 +40,7 @@ def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any] | No
                     stack.enter_context(syncs.watching())
                 step(number)
     syncs.add_kernels(log)
-    return {**syncs.totals(), "queued copies": named.queued - before, "places": syncs.places()}
+    return {**syncs.totals(), "queued copies": named.queued - before}
 
 
 def each_wait() -> dict[str, list[int]]:

@@ -81,7 +81,12 @@ def read() -> Counts:
 
 
 def write(counts: Counts) -> None:
-    FILE.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
+    """Write one row a line."""
+    parts = []
+    for kind, rows in counts.items():
+        lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+        parts.append(f' "{kind}": {{\n' + ",\n".join(lines) + "\n }")
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def differences(row: str, found: Mapping[str, int], committed: Mapping[str, int]) -> tuple[list[str], bool]:

@@ -23,7 +23,7 @@ _MODULES = ("*api*", "data_transform")
 # A place in Paddle that logs looks its level up once, and follows it only when it was named by then. So this
 # module is imported before the process runs an operator.
 core.set_vlog_level(dict.fromkeys(_MODULES, 0))
-_KEY = re.compile(r"\] (?:(\w+) API kernel key: \[\w+, [\w()]+, (\w+)\]|(Trans2Contiguous)|Perform (View))")
+_KEY = re.compile(r"\] (?:(\w+) API kernel key: \[\w+, [\w()]+, (\w+)\]|(Trans2Contiguous))")
 
 
 class KernelLog:
@@ -31,12 +31,11 @@ class KernelLog:
 
     Attributes:
         calls: calls of each (operator, element type of its key) that a kernel was chosen for.
-        views: the same, for operators that only change the shape.
         copies: implicit copies of strided tensors for kernels that need contiguous inputs.
     """
 
     def __init__(self) -> None:
-        self.calls, self.views, self.copies = Counter[tuple[str, str]](), Counter[tuple[str, str]](), 0
+        self.calls, self.copies = Counter[tuple[str, str]](), 0
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -57,15 +56,10 @@ class KernelLog:
 
     def read(self, text: str) -> None:
         """Count the calls in a log."""
-        last = ("", "")
-        for operator, dtype, copy, view in _KEY.findall(text):
+        for operator, dtype, copy in _KEY.findall(text):
             if operator:
-                last = (operator, dtype)
-                self.calls[last] += 1
-            elif copy:
-                self.copies += 1
-            elif view:
-                self.views[last] += 1
+                self.calls[operator, dtype] += 1
+            self.copies += bool(copy)
 
 
 def kernel_of(operator: str) -> str:

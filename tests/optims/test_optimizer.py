@@ -15,7 +15,6 @@ from ppfleetx.nn.stage import declare
 from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.build import build_optimizer, optimizer_groups
 from ppfleetx.optims.gradients import scale_to_norm, squared_norm
-from ppfleetx.optims.param_groups import decays
 from ppfleetx.optims.rule import SGD, Group, ParamView, Rule, StateSpec, UpdateRule
 from ppfleetx.optims.schedules import build_schedule
 
@@ -27,16 +26,25 @@ SHAPES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Forget the optimizers that a test registers."""
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+
+
 def section(**changes):
     return OptimizerConfig(**{"weight_decay": 0.1, "beta2": 0.95, **changes})
 
 
-def make_params(seed=0):
+def make_params(seed=0, kind=None):
+    """Parameters by name. With ``kind``, a function of the name, they are declared with this kind."""
     rng = np.random.default_rng(seed)
     params = []
     for name, shape in SHAPES.items():
         param = paddle.create_parameter(shape, "float32")
         param.set_value(rng.standard_normal(shape).astype(np.float32))
+        if kind is not None:
+            declare(param, dense(tuple(shape), Constant(), kind(name)))
         params.append((name, param))
     return params
 
@@ -73,13 +81,6 @@ def test_equals_a_numpy_adamw_with_changing_rate_and_decay():
     for name, param in params:
         assert param.grad is None
         np.testing.assert_allclose(param.numpy(), expected[name], rtol=1e-6, atol=1e-6)
-
-
-def test_decay_rule():
-    assert decays("embedding.word_embeddings.weight", [10, 4])
-    assert decays("embedding.position_embeddings.weight", [10, 4])
-    assert not decays("decoder.layers.1.mlp.fc1.bias", [4])
-    assert not decays("decoder.layers.1.input_norm.weight", [4])
 
 
 def test_state_moves_to_a_new_optimizer_bit_for_bit():
@@ -212,8 +213,7 @@ class Descent(UpdateRule):
         parameter.subtract_(lr * (gradient + weight_decay * parameter))
 
 
-def test_a_rule_of_one_tensor_at_a_time_works_for_one_more_version(monkeypatch, caplog):
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+def test_a_rule_of_one_tensor_at_a_time_works_for_one_more_version(caplog):
     OPTIMIZERS.register("Descent", Descent)
     params = make_params()
     before = {name: param.numpy() for name, param in params}
@@ -228,15 +228,12 @@ def test_a_rule_of_one_tensor_at_a_time_works_for_one_more_version(monkeypatch, 
         assert (optimizer.state()[name, "count"].numpy() == 1).all()
 
 
-def test_groups_have_rules_and_states_of_their_own(monkeypatch):
+def test_groups_have_rules_and_states_of_their_own():
     def groups(cfg):
         return [Group("matrices", SGD(cfg), lambda spec: spec.kind == "matrix"), Group("rest", AdamW(cfg))]
 
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
     OPTIMIZERS.register("Two", groups, traits=OptimizerTraits(states=2))
-    params = make_params()
-    for name, param in params:
-        declare(param, dense(tuple(param.shape), Constant(), "matrix" if "qkv.weight" in name else "other"))
+    params = make_params(kind=lambda name: "matrix" if "qkv.weight" in name else "other")
     before = params[1][1].numpy()
     optimizer = build_optimizer(section(name="Two"), params)
     grads = set_grads(params, np.random.default_rng(0))
@@ -245,8 +242,7 @@ def test_groups_have_rules_and_states_of_their_own(monkeypatch):
     assert {name for name, _ in optimizer.state()} == {name for name in SHAPES if "qkv.weight" not in name}
 
 
-def test_each_optimizer_gets_its_own_options(monkeypatch):
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+def test_each_optimizer_gets_its_own_options():
     for name, option in (("Mine", "nu"), ("Other", "mu")):
         OPTIMIZERS.register(name, SGD, traits=OptimizerTraits(states=0, options=(option,)))
     group = {"kinds": ["bias"], "optimizer": "Other"}
@@ -254,13 +250,10 @@ def test_each_optimizer_gets_its_own_options(monkeypatch):
     assert [one.rule.cfg.options for one in groups] == [{"mu": 2}, {"nu": 1}]
 
 
-def test_a_parameter_that_no_group_takes_is_named(monkeypatch):
+def test_a_parameter_that_no_group_takes_is_named():
     groups = [Group(kind, SGD(section()), lambda spec, kind=kind: spec.kind == kind) for kind in ("a", "b")]
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
     OPTIMIZERS.register("None", lambda cfg: groups, traits=OptimizerTraits(states=0))
-    params = make_params()
-    for _, param in params:
-        declare(param, dense(tuple(param.shape), Constant(), "matrix"))
+    params = make_params(kind=lambda name: "matrix")
     with pytest.raises(ValueError, match=re.escape(params[0][0])):
         build_optimizer(section(name="None"), params)
 
@@ -276,15 +269,13 @@ def test_a_parameter_that_no_group_takes_is_named(monkeypatch):
         (lambda cfg: [], "returns no group of parameters"),
     ],
 )
-def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(monkeypatch, part, said):
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(part, said):
     OPTIMIZERS.register("Own", part)
     with pytest.raises(ConfigError, match=r"Optimizer\.name = 'Own': .*" + re.escape(said)):
         build_optimizer(section(name="Own"), make_params())
 
 
-def test_the_example_adafactor_is_its_formula(monkeypatch):
-    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+def test_the_example_adafactor_is_its_formula():
     from examples.adafactor import Adafactor
 
     rng = np.random.default_rng(0)

@@ -63,15 +63,17 @@ def test_samples_are_counted_as_in_megatron():
     assert "at sample 90" in schedule.describe()
 
 
-def test_first_step_is_not_zero_and_warmup_ends_at_the_peak():
-    schedule = Schedule(max_lr=1.0, warmup_steps=4, decay_steps=10, decay_style="linear")
-    assert [schedule.lr(n) for n in range(1, 6)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 5 / 6])
-    assert Schedule(max_lr=1.0, decay_steps=10, decay_style="linear").lr(1) == pytest.approx(0.9)
-
-
-def test_a_schedule_that_is_all_warmup():
-    schedule = Schedule(max_lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=4)
-    assert [schedule.lr(n) for n in (1, 4, 5)] == [0.25, 1.0, 0.1]
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    [
+        ({"warmup_steps": 4, "decay_steps": 10}, {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0, 5: 5 / 6}),
+        ({"decay_steps": 10}, {1: 0.9}),
+        ({"min_lr": 0.1, "warmup_steps": 4, "decay_steps": 4}, {1: 0.25, 4: 1.0, 5: 0.1}),  # all warm-up
+    ],
+)
+def test_first_step_is_not_zero_and_warmup_ends_at_the_peak(keys, rates):
+    schedule = Schedule(max_lr=1.0, decay_style="linear", **keys)
+    assert {step: schedule.lr(step) for step in rates} == pytest.approx(rates)
 
 
 def test_weight_decay_ramps():
@@ -106,6 +108,7 @@ def test_impossible_schedules_are_refused(change, word):
         (lambda n, schedule: float("nan") if n == 10 else 1.0, "learning rate of step 10; it returns nan"),
         (lambda n, schedule: "1e-4", "it returns '1e-4'"),
         (lambda n, schedule: -1.0, "finite number, 0 or more"),
+        (lambda n, schedule: None if n == 7 else 1, "learning rate of step 7; it returns None"),
         (lambda n: 1.0, "does not take that: too many positional arguments"),
         (0.5, "was registered as 0.5"),
     ],
@@ -115,16 +118,7 @@ def test_a_schedule_of_ones_own_that_gives_no_rate_is_refused_with_its_name(monk
     SCHEDULES.register("own", course)
     section = OptimizerConfig(lr=LRConfig(decay_style="own", warmup_steps=4, decay_steps=10))
     with pytest.raises(ConfigError, match=r"Optimizer\.lr\.decay_style = 'own': .*" + re.escape(said)):
-        build_schedule(section, length=20)
-
-
-def test_a_schedule_of_ones_own_may_fail_later(monkeypatch):
-    monkeypatch.setattr(SCHEDULES, "_entries", {**SCHEDULES._entries})
-    SCHEDULES.register("own", lambda n, schedule: None if n == 7 else 1)
-    schedule = build_schedule(OptimizerConfig(lr=LRConfig(decay_style="own", decay_steps=10)), length=20)
-    assert schedule.lr(6) == 1
-    with pytest.raises(ConfigError, match="learning rate of step 7; it returns None"):
-        schedule.lr(7)
+        build_schedule(section, length=20).lr(7)
 
 
 def test_state_round_trip_and_resume_policies():

@@ -1,24 +1,28 @@
-"""Sharding stages 1 and 2: new values are sent in forward order, and all readers wait for them."""
+"""The values of sharded parameters: stages 1 and 2 send new values in forward order, and all readers wait for
+them. In stage 3 each owner sends a layer in one message, while the previous layer computes."""
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import paddle
 import pytest
+from paddle.base import core
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.parallel import param_broadcast
 from ppfleetx.parallel.param_broadcast import ParamBroadcast
+from ppfleetx.parallel.zero3 import ParameterSharding
 from tests.helpers.ranks import fields_of
 
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
 
 
 def owned_by(owner_of):
-    return SimpleNamespace(owner_of=owner_of, group_of=lambda _: GROUP)
+    return SimpleNamespace(owner_of=owner_of, owns=lambda _: False, group_of=lambda _: GROUP)
 
 
 def test_each_layer_waits_for_its_own(monkeypatch):
@@ -31,7 +35,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
         events.append(f"send {name} from {source}")
         return SimpleNamespace(wait=lambda: events.append(f"have {name}"))
 
-    monkeypatch.setattr(param_broadcast.distributed, "broadcast", broadcast)
+    monkeypatch.setattr("paddle.distributed.broadcast", broadcast)
     monkeypatch.setattr(param_broadcast, "SMALL_BYTES", 1000)
     parameters = [p for layer in layers for p in layer.parameters()]
     values = ParamBroadcast(parameters, owned_by(lambda p: int(p is layers[1].weight)), layers, 1 << 20)
@@ -75,6 +79,103 @@ def test_what_a_step_reads_waits_for_no_new_values(comparison, stage):
     target = "tests.parallel.test_param_broadcast:under_way_between_steps"
     for updated, read in comparison.pools(2).run(target, plan=plan):
         assert min(updated) > 0 and read == updated
+
+
+# -- stage 3
+
+LAYERS, WIDTH = 5, 64
+OWNED_ELSEWHERE = owned_by(lambda _: 0)
+
+
+class Block(paddle.nn.Layer):
+    """``state[0] W + b``; the size of ``b`` identifies the block in recorded messages."""
+
+    def __init__(self, number, mark):
+        super().__init__()
+        self.number, self.mark = number, mark
+        self.weight = self.create_parameter([WIDTH, WIDTH])
+        self.bias = self.create_parameter([WIDTH])
+        self.size_of_mine = self.create_parameter([64 * (number + 1)])
+
+    def forward(self, state):
+        self.mark(f"compute {self.number}")
+        assert self.bias.tolist() == [self.number] * WIDTH, "the values of another layer"
+        return (state[0] @ self.weight + self.bias, *state[1:])
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """A list of events. Stand-in messages bring zeros, and the number of their block as its bias."""
+    log = []
+
+    def broadcast(flat, source, group, sync_op):
+        number = (flat.size - WIDTH * WIDTH - WIDTH) // 64 - 1
+        log.append(f"send {number}")
+
+        def wait():
+            log.append(f"have {number}")
+            flat.zero_()
+            flat._slice(WIDTH * WIDTH, WIDTH * WIDTH + WIDTH).fill_(number)
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr("paddle.distributed.broadcast", broadcast)
+    return log
+
+
+def _run(blocks):
+    state = (paddle.ones([2, WIDTH]), paddle.zeros([1]))
+    state[0].stop_gradient = False
+    for block in blocks:
+        state = block(state)
+    state[0].sum().backward()
+
+
+def test_the_next_layer_is_fetched_while_one_computes(events):
+    blocks = [Block(number, events.append) for number in range(3)]
+    values = ParameterSharding(OWNED_ELSEWHERE, list(enumerate(blocks)))
+    assert not any(p._is_initialized() for block in blocks for p in block.parameters())
+    _run(blocks)
+    assert events == [
+        *("send 0", "have 0", "send 1", "compute 0", "have 1", "send 2", "compute 1", "have 2", "compute 2"),
+        *("send 2", "have 2", "send 1", "have 1", "send 0", "have 0"),
+    ]
+    assert not any(p._is_initialized() for block in blocks for p in block.parameters())
+    assert all(block.weight.grad is not None for block in blocks)
+    events.clear()
+    blocks[0]((paddle.ones([2, WIDTH]),))  # and no more: what was fetched for the next may be out of date
+    values.updated()
+    with paddle.no_grad():
+        blocks[1]((paddle.ones([2, WIDTH]),))
+    assert events == [
+        *("send 0", "have 0", "send 1", "compute 0", "have 1"),
+        *("send 1", "have 1", "send 2", "compute 1"),
+    ]
+
+
+def test_layers_of_different_chunks_are_not_fetched_ahead(events):
+    """On a pipeline rank, another micro batch or the backward pass may come between them."""
+    blocks = [Block(number, events.append) for number in range(2)]
+    ParameterSharding(OWNED_ELSEWHERE, [(1, blocks[0]), (5, blocks[1])])
+    _run(blocks)
+    assert events[:4] == ["send 0", "have 0", "compute 0", "send 1"]
+
+
+def test_one_layer_more_exists(events):
+    def peak(ahead):
+        blocks = [Block(number, lambda _: None) for number in range(LAYERS)]
+        ParameterSharding(OWNED_ELSEWHERE, list(enumerate(blocks)), ahead=ahead)
+        gc.collect()  # nothing of other tests is freed while this one counts
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        before = core.host_memory_stat_current_value("Allocated", 0)
+        with paddle.no_grad():
+            state = (paddle.ones([1, WIDTH]),)
+            for block in blocks:
+                state = block(state)
+        return core.host_memory_stat_peak_value("Allocated", 0) - before
+
+    largest = 4 * (WIDTH * WIDTH + WIDTH + 64 * LAYERS)
+    assert largest / 2 < peak(True) - peak(False) <= largest
 
 
 # -- in the ranks

@@ -123,7 +123,7 @@ def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tu
 
 def of_scores() -> tuple[list[str], list[str]]:
     """The reductions of scoring a text, with columns of the logits divided over ranks."""
-    from ppfleetx.nn.token_scores import token_scores
+    from ppfleetx.nn.loss import token_scores
     from tests.distributed.job_cases import context
 
     group, found, refused = context(mp=2).group_of("mp"), set(), set()

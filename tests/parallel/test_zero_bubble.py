@@ -6,7 +6,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
-from ppfleetx.config.pipeline_order import Pass, zero_bubble_order
+from ppfleetx.config.parallel_plan import Pass, zero_bubble_order
 from ppfleetx.nn.matmul import Matmul
 from tests.helpers.ranks import Pools
 from tests.parallel.test_async_exchanges import HALVES
@@ -66,7 +66,7 @@ def test_products_in_two_parts_give_the_same_bits() -> None:
             x.stop_gradient = False
             inputs.append(x)
             hidden = matmul.linear(x, leaves[0] * 0.5)
-            (matmul.transposed(x, leaves[1]) * hidden).sum().backward()
+            (matmul.linear(x, leaves[1], is_transposed=True) * hidden).sum().backward()
             if name == "split":
                 split.end_backward()
         if name == "split":

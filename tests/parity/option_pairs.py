@@ -70,7 +70,7 @@ OPTIONS: dict[str, Option] = {
     "weight_cast": Option("weight_cast", types=("O1",)),
     "zb_h1": Option("deferred", plan={"pp": 2, "pp_schedule": "zb_h1"}),
     "virtual_stages": Option(
-        "ppfleetx.parallel.pipeline_messages:interleave_two_stages", plan={"pp": 2, "virtual_pp_degree": 2}
+        "ppfleetx.parallel.pipeline_schedules:interleave_two_stages", plan={"pp": 2, "virtual_pp_degree": 2}
     ),
     "mp_async_allreduce": Option("overlapped", {"Distributed.mp_async_allreduce": True}, {"mp": 2}),
     "sp_async_reduce_scatter": Option(

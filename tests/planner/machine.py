@@ -12,7 +12,8 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import any_card, load_card
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
-from ppfleetx.planner.memory import stage_memory
+from ppfleetx.planner.memory import kept_gradients, stage_memory
+from ppfleetx.planner.parameters import held_parameters
 from tests.helpers.ranks import Pools
 from tests.planner import measured
 from tests.planner.plans import overrides, world_size
@@ -54,16 +55,23 @@ def compare_memory(
     rows = []
     for stage in range(job.plan.pp):
         predicted = stage_memory(job, Cluster(CARD), stage)
-        mine = [result for result in found if result["stage"] == stage]
-        for what, value in (
-            ("parameters", predicted.parameters),
-            ("states", predicted.optimizer),
-            ("gradients", predicted.whole_gradients),
-            ("peak", predicted.tensors),
-            ("start", predicted.start - predicted.context),
-        ):
-            rows.append(Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine)))
+        parts = {
+            "parameters": predicted.parameters,
+            "states": predicted.optimizer,
+            "gradients": kept_gradients(job, held_parameters(job, stage)),
+            "peak": predicted.tensors,
+            "start": predicted.start - predicted.context,
+        }
+        rows += _fullest_ranks(parts, found, stage)
     return rows
+
+
+def _fullest_ranks(parts: dict[str, float], found: list[dict[str, Any]], stage: int) -> list[Compared]:
+    mine = [result for result in found if result["stage"] == stage]
+    return [
+        Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine))
+        for what, value in parts.items()
+    ]
 
 
 def compare_device_memory(
@@ -106,13 +114,8 @@ def compare_device_memory(
     rows = []
     for stage in range(predicted_case.plan.pp):
         predicted = stage_memory(predicted_case, Cluster(card), stage)
-        mine = [peaks for peaks in found if peaks["stage"] == stage]
-        for what, value in (
-            ("start", predicted.start),
-            ("step", predicted.total),
-            ("save", predicted.save),
-        ):
-            rows.append(Compared(f"{what} of stage {stage}", value, max(peaks[what] for peaks in mine)))
+        parts = {"start": predicted.start, "step": predicted.total, "save": predicted.save}
+        rows += _fullest_ranks(parts, found, stage)
     return rows
 
 

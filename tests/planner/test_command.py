@@ -204,6 +204,16 @@ def test_questions_that_cannot_be_answered(capsys, arguments, words):
         planned(capsys, *arguments, *plan)
 
 
+def recorded(directory, *records, **settings):
+    """The output directory of a run with these records of steps."""
+    directory.mkdir(exist_ok=True)
+    settings = {"_base_": str(Path(NANO).resolve()), **settings}
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    lines = (json.dumps({"kind": "train", **record}) + "\n" for record in records)
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    return str(directory)
+
+
 @pytest.mark.slow
 def test_calibration_finds_the_card_that_made_the_times(tmp_path):
     """Runs of two plans on a card that is half as fast, with slow links."""
@@ -213,15 +223,10 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
     )
     directories = []
     for number, plan in enumerate(([], ["Distributed.mp_degree=2"])):
-        directory = tmp_path / f"run{number}"
-        directory.mkdir()
-        cfg = load_config(NANO, plan)
-        seconds = step_time(job_of(cfg, slow), Cluster(slow)).seconds
-        settings = {"_base_": str(Path(NANO).resolve()), "Distributed": {"mp_degree": 1 + number}}
-        (directory / "config.yaml").write_text(yaml.safe_dump(settings))
-        record = {"kind": "train", "batch_cost": seconds + 0.5, "reader_cost": 0.5}
-        (directory / "metrics.jsonl").write_text((json.dumps(record) + "\n") * 5)
-        directories.append(str(directory))
+        seconds = step_time(job_of(load_config(NANO, plan), slow), Cluster(slow)).seconds
+        records = [{"batch_cost": seconds + 0.5, "reader_cost": 0.5}] * 5
+        distributed = {"mp_degree": 1 + number}
+        directories.append(recorded(tmp_path / f"run{number}", *records, Distributed=distributed))
     fitted, told = calibrate(directories, Cluster(card), str(tmp_path / "mine.yaml"))
     assert "before" in told
     again = load_card(str(tmp_path / "mine.yaml"))
@@ -234,9 +239,8 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
 
 
 def test_json_says_what_calibration_found(capsys, tmp_path):
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"_base_": str(Path(NANO).resolve())}))
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "batch_cost": 0.5}\n' * 5)
-    run = ("--card", "CPU", "--plan", "dp=1", "--calibrate", str(tmp_path), "--json")
+    directory = recorded(tmp_path, *[{"batch_cost": 0.5}] * 5)
+    run = ("--card", "CPU", "--plan", "dp=1", "--calibrate", directory, "--json")
     found = json.loads(planned(capsys, *run, config=NANO))
     assert "measured 0.5 s" in found["calibration"][1]
     with pytest.raises(ConfigError, match=r"--write-card = .*its directory does not exist"):
@@ -247,12 +251,9 @@ def test_json_says_what_calibration_found(capsys, tmp_path):
 
 
 def test_calibration_leaves_out_the_first_two_steps_and_not_the_first_two_records(tmp_path):
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"_base_": str(Path(NANO).resolve())}))
-
     def told(num_steps: int, *times: float) -> str:
-        records = ({"kind": "train", "num_steps": num_steps, "batch_cost": time} for time in times)
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return calibrate([str(tmp_path)], Cluster(load_card("CPU")), None)[1]
+        records = ({"num_steps": num_steps, "batch_cost": time} for time in times)
+        return calibrate([recorded(tmp_path, *records)], Cluster(load_card("CPU")), None)[1]
 
     assert "measured 0.5 s" in told(1, 9.0, 9.0, 0.5)
     assert "measured 0.5 s" in told(10, 9.0, 0.5)

@@ -27,7 +27,11 @@ from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS, overrides
 )
 def test_memory_is_what_the_allocator_counts(pools, plan, family):
     assert plan in MEMORY_PLANS
-    for row in compare_memory(pools, plan, family):
+    check_memory(compare_memory(pools, plan, family))
+
+
+def check_memory(rows):
+    for row in rows:
         exact = not row.what.startswith("peak")
         assert abs(row.error) <= (0.0 if exact else 0.08), row
 
@@ -52,9 +56,7 @@ def test_memory_of_long_sequences_in_bfloat16(pools, plan, family, dropout):
         "Engine.mix_precision.dtype": "bfloat16",
         "Model.attention_probs_dropout_prob": dropout,
     }
-    for row in compare_memory(pools, plan, family, more):
-        exact = not row.what.startswith("peak")
-        assert abs(row.error) <= (0.0 if exact else 0.08), row
+    check_memory(compare_memory(pools, plan, family, more))
 
 
 @pytest.mark.slow_after(4)

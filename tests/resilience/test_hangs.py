@@ -20,11 +20,10 @@ from ppfleetx.checkpoint.manager import BackgroundManager, HostCopier
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
 from ppfleetx.data.dataloader import DataLoader, GlobalBatchSampler
-from ppfleetx.resilience import hang_report_dir
+from ppfleetx.resilience import hang_report
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_diagnosis import explain, explain_alone
-from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report
-from ppfleetx.resilience.hang_report_dir import ReportDir
+from ppfleetx.resilience.hang_report import CallNote, Identity, Report, ReportDir, capture_report
 from ppfleetx.resilience.progress import READING, Progress
 from ppfleetx.resilience.watchdog import Limits, Watchdog
 from tests.checkpoint.checkpoints import slices
@@ -252,7 +251,7 @@ def test_without_reports_it_says_so(tmp_path):
 
 
 def test_a_report_is_written_to_a_disk_that_finishes_no_flush(tmp_path, monkeypatch):
-    monkeypatch.setattr(hang_report_dir, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(hang_report, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: time.sleep(30))
     directory = ReportDir(tmp_path)
     assert directory.write(WAITING[1], "the calls")

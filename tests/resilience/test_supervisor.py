@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.resilience.supervisor import with_resume
 from tests.helpers.leftovers import children, leftovers
 from tests.helpers.waiting import wait_for
@@ -90,8 +89,6 @@ def test_the_command_of_the_readme_is_accepted() -> None:
     command = [sys.executable, SUPERVISE, "--", sys.executable, "tools/train.py", "-c", file, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    # As supervisors added it before they looked.
-    load_config(ROOT / file, [f"{RESUME}=auto", f"{RESUME}=auto"])
 
 
 def test_what_outlives_the_command_is_ended(tmp_path: Path) -> None:

@@ -8,25 +8,20 @@ from ppfleetx.utils.end_processes import LAUNCHER
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("visible", "options", "expected"),
     [
-        (["--devices", "0,1", "train.py"], "0,1"),
-        (["--log_dir", "log", "--devices=0, 1,2", "train.py", "-c", "x.yaml"], "0,1,2"),
-        (["--gpus", "3", "train.py"], "3"),
-        (["--nproc_per_node", "2", "train.py"], None),
-        (["--nproc_per_node", "2", "train.py", "--devices", "0"], None),
+        (None, ["--devices", "0,1", "train.py"], "0,1"),
+        (None, ["--log_dir", "log", "--devices=0, 1,2", "train.py", "-c", "x.yaml"], "0,1,2"),
+        (None, ["--gpus", "3", "train.py"], "3"),
+        (None, ["--nproc_per_node", "2", "train.py"], None),
+        (None, ["--nproc_per_node", "2", "train.py", "--devices", "0"], None),
+        ("4,5", ["--devices", "4", "train.py"], "4,5"),  # a user's choice
     ],
 )
-def test_devices_of_the_launcher_become_visible(options, expected):
-    environ = {}
+def test_devices_of_the_launcher_become_visible(visible, options, expected):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     name_devices(options, environ)
     assert environ.get("CUDA_VISIBLE_DEVICES") == expected
-
-
-def test_a_users_choice_stays():
-    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
-    name_devices(["--devices", "4", "train.py"], environ)
-    assert environ == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.utils.python import ROOT
 
 PROGRAM = """
 import os, sys
@@ -37,14 +36,7 @@ run_tool(main)
 
 def run(how: str, *, close: bool) -> tuple[int, str]:
     """Exit code and stderr of the program above, whose output is closed after one line."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, how],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(PROGRAM, how) as process:
         assert process.stdout.readline() == "first line\n"
         if close:
             process.stdout.close()
@@ -149,7 +141,7 @@ def test_a_second_signal_does_not_wait_and_an_ignored_one_does_nothing() -> None
     assert process.returncode == -signal.SIGTERM
 
 
-def started(program: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def started(program: str, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", program, *arguments]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)

@@ -1,14 +1,12 @@
 """Missing libraries are reported, and every attribute used of a library exists right after its import."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ppfleetx.utils.exit_codes import EXIT_USER_ERROR, run_tool
 from ppfleetx.utils.installed import not_installed
+from tests.utils.python import run_python
 
 
 def fail_to_import(name: str) -> None:
@@ -72,13 +70,7 @@ def test_a_device_that_does_not_come_is_one_sentence(tmp_path, variables, said):
         "run_tool(main)"
     )
     more = {name: str(tmp_path / folder) for name, folder in variables.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "GLOG_minloglevel": "1", **more},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code, GLOG_minloglevel="1", **more)
     assert done.returncode == EXIT_USER_ERROR
     assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 

@@ -128,29 +128,25 @@ def test_a_master_port_in_use_is_refused(launch, kind: str, why: str) -> None:
     assert f"error: --master 127.0.0.1:{port}: {why}. Give all nodes another free port" in output
 
 
-def test_a_node_that_does_not_come_ends_the_wait(launch) -> None:
+@pytest.mark.parametrize(
+    ("host", "limit", "words"),
+    [
+        ("127.0.0.1", "4", ["error: after 4 s 1 of 2 nodes have come to 127.0.0.1:PORT (127.0.0.1)"]),
+        ("127.0.0.2", "1", ["no launcher answers at 127.0.0.2:PORT", "give --host 127.0.0.2"]),
+    ],
+)
+def test_the_wait_for_another_node_ends(launch, host: str, limit: str, words: list[str]) -> None:
     port = free_port()
-    code, output = ended(launch(*two_nodes(port), **{START_VARIABLE: "4"}))
+    code, output = ended(launch(*two_nodes(port, host), **{START_VARIABLE: limit}))
     assert code == 3, output
-    assert f"error: after 4 s 1 of 2 nodes have come to 127.0.0.1:{port} (127.0.0.1)" in output
-    assert START_VARIABLE in output
-
-
-def test_an_address_where_nobody_answers_ends_the_wait(launch) -> None:
-    port = free_port()
-    code, output = ended(launch(*two_nodes(port, "127.0.0.2"), **{START_VARIABLE: "1"}))
-    assert code == 3, output
-    assert f"no launcher answers at 127.0.0.2:{port}" in output
-    assert "give --host 127.0.0.2" in output
+    for text in (*words, START_VARIABLE):
+        assert text.replace("PORT", str(port)) in output
 
 
 def test_a_master_without_a_port_is_refused(launch) -> None:
     code, output = ended(launch("--nnodes", "2", "--master", "127.0.0.1"))
     assert code == 2
-    assert (
-        output
-        == "error: --master 127.0.0.1: not HOST:PORT, an address of the first node and a free port of it\n"
-    )
+    assert output.startswith("error: --master 127.0.0.1: not HOST:PORT") and output.count("\n") == 1
 
 
 def test_nodes_that_meet_are_left_alone(launch) -> None:
@@ -173,8 +169,8 @@ def test_nodes_that_meet_are_left_alone(launch) -> None:
 )
 def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int | None, usual: int) -> None:
     job = launch("--nproc_per_node", "2", does=does)
-    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2, running=[job])
     if number is not None:
+        wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2, running=[job])
         job.send_signal(number)
     code, output = ended(job)
     assert code == usual, output

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from ppfleetx.config.errors import PeerEndedError
 from ppfleetx.utils import lost_peers
+from tests.utils.python import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, time
 from ppfleetx.config.errors import PeerEndedError
@@ -70,7 +67,5 @@ def test_the_cause_is_found_behind_other_errors() -> None:
 
 
 def run(how: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(PROGRAM, how)
     return done.returncode, done.stdout, done.stderr

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ppfleetx.utils.process_env import mkl_cpu_type, thread_count
+from tests.utils.python import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 AVX512 = "avx2 avx512f avx512dq avx512bw avx512vl"
 
 
@@ -70,8 +68,8 @@ def test_it_can_be_switched_off() -> None:
 
 
 def test_importing_the_package_imports_nothing_slow() -> None:
-    program = "import sys, ppfleetx; assert not {'paddle', 'numpy', 'pydantic'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    program = "import sys, ppfleetx; print({'paddle', 'numpy', 'pydantic'} & set(sys.modules))"
+    assert run_python(program).stdout == "set()\n"
 
 
 def test_ctrl_c_while_paddle_starts_is_no_traceback(tmp_path):
@@ -87,8 +85,5 @@ def test_ctrl_c_while_paddle_starts_is_no_traceback(tmp_path):
         "from ppfleetx.utils.process_env import import_paddle\n"
         "run_tool(import_paddle)"
     )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.errors import UNSET, ConfigError, shown
 from ppfleetx.config.field_annotations import annotation_at, is_text_only, item_type
 from ppfleetx.config.field_types import Section
 from ppfleetx.config.reading.parse import key_problem, parse_yaml
-from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, put, same_value
+from ppfleetx.config.reading.tree import Node, copy_tree, node_of, plain_value, put, same_value, value_at
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,9 @@ def _path_of(key: str, place: str) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
-    latest: dict[tuple[str, ...], _Read] = {}
-    below: dict[tuple[str, ...], list[_Read]] = {}
-    for one in read:
-        for earlier in (*filter(None, [latest.get(one.path)]), *below.get(one.path, ())):
-            if not _keeps(one, earlier):
+    for number, one in enumerate(read):
+        for earlier in reversed(read[:number]):
+            if earlier.path[: len(one.path)] == one.path and not _keeps(one, earlier):
                 raise ConfigError(
                     f"is already set by {earlier.place.removeprefix('-o ')}"
                     f"{'' if earlier.key == one.key else f' ({earlier.key})'} to "
@@ -104,22 +102,12 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
                     value=plain_value(one.node),
                     place=one.place,
                 )
-        latest[one.path] = one
-        for length in range(1, len(one.path)):
-            below.setdefault(one.path[:length], []).append(one)
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    node: Node | None = later.node
-    for part in earlier.path[len(later.path) :]:
-        inner = node.value if node is not None else None
-        if isinstance(inner, dict):
-            node = inner.get(part)
-        elif isinstance(inner, list) and is_index(part) and int(part) < len(inner):
-            node = inner[int(part)]
-        else:
-            return False
-    return node is not None and same_value(node, earlier.node)
+    """Whether ``later``, an override of the same key or of a section around it, repeats ``earlier``."""
+    value = value_at(plain_value(later.node), earlier.path[len(later.path) :])
+    return value is not UNSET and same_value(node_of(value, later.place), earlier.node)
 
 
 def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:

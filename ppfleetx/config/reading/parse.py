@@ -65,8 +65,6 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
         raise ConfigError("there is no such file", **entry) from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", **entry) from None
-    except ValueError as error:  # for NUL or a lone surrogate in the name
-        raise ConfigError(f"is not a file name: {error}", **entry) from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

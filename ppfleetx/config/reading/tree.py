@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.errors import UNSET, ConfigError, shown
 from ppfleetx.config.message_text import counted
 
 _INT = re.compile(r"[-+]?\d+(_\d+)*", re.ASCII)
@@ -131,6 +131,18 @@ def plain_value(node: Node) -> Any:
     if isinstance(node.value, list):
         return [plain_value(child) for child in node.value]
     return node.value
+
+
+def value_at(values: Any, path: Sequence[str]) -> Any:
+    """The value at the keys and indices in ``path`` of nested plain values; UNSET if there is none."""
+    for part in path:
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+        elif isinstance(values, list | tuple) and is_index(part) and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            return UNSET
+    return values
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:

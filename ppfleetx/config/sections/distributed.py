@@ -15,7 +15,7 @@ from ppfleetx.config.field_types import (
     RuleError,
     Section,
 )
-from ppfleetx.config.pipeline_order import PipelineSchedule
+from ppfleetx.config.parallel_plan import PipelineSchedule
 
 
 class ShardingConfig(Section):

@@ -48,7 +48,23 @@ class RunConfig(Section):
 
     @property
     def plan(self) -> ParallelPlan:
-        return plan_of(self)
+        """The parallel plan; an unset ``dp_degree`` counts as 1."""
+        distributed, sharding = self.Distributed, self.Distributed.sharding
+        return ParallelPlan(
+            dp=distributed.dp_degree or 1,
+            mp=distributed.mp_degree,
+            pp=distributed.pp_degree,
+            sharding=sharding.sharding_degree,
+            sep=distributed.sep_degree,
+            ep=distributed.ep_degree,
+            expert_mp=distributed.expert_mp_degree,
+            sharding_stage=sharding.sharding_stage,
+            sharding_offload=sharding.sharding_offload,
+            sequence_parallel=self.Model.sequence_parallel,
+            virtual_pp_degree=self.Model.virtual_pp_degree,
+            pp_schedule=distributed.pp_schedule,
+            pp_layers=distributed.layers_of_chunks(self.Model.num_layers, self.Model.virtual_pp_degree),
+        )
 
     @property
     def batch(self) -> BatchPlan:
@@ -96,26 +112,6 @@ class RunConfig(Section):
         return self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def plan_of(cfg: RunConfig) -> ParallelPlan:
-    """The parallel plan in a configuration; an unset ``dp_degree`` counts as 1."""
-    distributed, sharding = cfg.Distributed, cfg.Distributed.sharding
-    return ParallelPlan(
-        dp=distributed.dp_degree or 1,
-        mp=distributed.mp_degree,
-        pp=distributed.pp_degree,
-        sharding=sharding.sharding_degree,
-        sep=distributed.sep_degree,
-        ep=distributed.ep_degree,
-        expert_mp=distributed.expert_mp_degree,
-        sharding_stage=sharding.sharding_stage,
-        sharding_offload=sharding.sharding_offload,
-        sequence_parallel=cfg.Model.sequence_parallel,
-        virtual_pp_degree=cfg.Model.virtual_pp_degree,
-        pp_schedule=distributed.pp_schedule,
-        pp_layers=distributed.layers_of_chunks(cfg.Model.num_layers, cfg.Model.virtual_pp_degree),
-    )
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.config_and_tokenizer import copy_tokenizer, tokenizer_files
-from ppfleetx.checkpoint.lazy_tensors import KeptTensor, LazyTensor, derive
+from ppfleetx.checkpoint.lazy_tensors import KeptTensor, LazyTensor
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.errors import CheckpointError, shown
@@ -49,34 +50,54 @@ def read_hf(directory: str | Path) -> Weights:
     in_out = FAMILIES[config["model_type"]].has_in_out_linears
     stored = dequantized(to_hf_layout(files, config, keys, directory), config, directory, in_out=in_out)
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
-    vocab = keys["vocab_size"]
     tensors = expert_loads(network(config))
     used: dict[str, str] = {}  # name in the files -> our parameter
     for rule in rules(config):
         theirs = [_name_in_files(stored, name, directory) for name in rule.theirs]
         used |= dict.fromkeys(theirs, rule.ours)
-        tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
+        tensors[rule.ours] = rule.joined([stored[name] for name in theirs], directory)
     left_over = stored.keys() - used.keys()
     next_tokens = _of_next_tokens(left_over, config, keys)
     words = next(tensor for tensor, ours in used.items() if ours == "embedding.word_embeddings.weight")
     _check_left_over(
         left_over - next_tokens, stored, directory, tied_to=words if keys["tie_word_embeddings"] else None
     )
-    own = read_generation_config(directory)
-    generation, notes = generation_defaults(own, config)
     kept = without_paddle_keys(config, keys) | ({NEXT_TOKENS: 0} if next_tokens else {})
-    source: dict[str, Any] = {"format": "hf", "config": kept}
-    if own is not None:
-        source["generation_config"] = own
+    weights = as_weights(directory, tensors, keys, kept, read_generation_config(directory))
+    return replace(
+        weights,
+        tokenizer_dir=directory if tokenizer_files(directory) else None,
+        notes=(*_notes(config), *weights.notes, *[_WITHOUT_NEXT_TOKENS] * bool(next_tokens)),
+    )
+
+
+def as_weights(
+    place: Path,
+    tensors: Mapping[str, LazyTensor],
+    keys: Mapping[str, Any],
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None,
+) -> Weights:
+    """Make the weights of a model that has Hugging Face's configuration files.
+
+    Args:
+        tensors: the parameters, by ppfleetx's names.
+        keys: the `Model` section.
+        config: the ``config.json``, which an export of the weights gets.
+        generation_config: the ``generation_config.json``; None if there is none.
+    """
+    generation, notes = generation_defaults(generation_config, config)
+    source: dict[str, Any] = {"format": "hf", "config": config}
+    if generation_config is not None:
+        source["generation_config"] = generation_config
     return Weights(
-        str(directory),
+        str(place),
         tensors,
         model=keys,
-        vocab_size=vocab,
+        vocab_size=keys["vocab_size"],
         source=source,
-        tokenizer_dir=directory if tokenizer_files(directory) else None,
         generation=generation,
-        notes=(*_notes(config), *notes, *[_WITHOUT_NEXT_TOKENS] * bool(next_tokens)),
+        notes=tuple(notes),
     )
 
 
@@ -165,15 +186,6 @@ def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path)
         if candidate in stored:
             return candidate
     raise CheckpointError(f"{directory} lacks the tensor {name}")
-
-
-def _joined(rule: Rule, parts: list[LazyTensor], directory: Path) -> LazyTensor:
-    for name, part, wanted in zip(rule.theirs, parts, rule.shapes, strict=True):
-        if part.shape != wanted:
-            raise CheckpointError(
-                f"{directory}: {name} has shape {list(part.shape)}, its config.json asks for {list(wanted)}"
-            )
-    return derive(parts, rule.shape, rule.join, rule.ours)
 
 
 def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:

@@ -27,7 +27,7 @@ from ppfleetx.conversion.huggingface.family import (
 )
 from ppfleetx.conversion.huggingface.llama_families import LLAMA_KIN
 from ppfleetx.conversion.huggingface.moe_families import MIXTURES
-from ppfleetx.conversion.huggingface.rope import hf_neox_rope
+from ppfleetx.conversion.huggingface.rope import hf_rope
 
 _ROTARY = {"position_embedding_type": "rope", "normalization": "LayerNorm"}
 _PARALLEL = {"parallel_residual": True, "shared_input_norm": True}
@@ -41,17 +41,19 @@ _WITH_NORMS_OF_MEGATRON = {
 }
 
 
-_NEOX_ROTARY = {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rotary_factor", "rope_theta"}
+# ---- GPT-NeoX
 
 
-def _sizes(**others: str) -> dict[str, Any]:
-    """Return a copy of the table `SIZES` for a family that has other names for some ``config.json`` keys.
+def _write_neox_rope(model: ModelConfig) -> dict[str, Any]:
+    keys = hf_rope(model)
+    return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
 
-    Args:
-        others: usual name of a key -> the family's name.
-    """
-    return {others.get(key, key): row for key, row in SIZES.items()}
 
+_NEOX_ROTARY = Feature(
+    {*ROTARY.reads, "rotary_pct", "rotary_emb_base"} - {"partial_rotary_factor", "rope_theta"},
+    rotary_keys,
+    _write_neox_rope,
+)
 
 # ---- GPT-J
 
@@ -62,18 +64,6 @@ def _gptj(config: Config) -> dict[str, Any]:
     if not isinstance(turned, int) or not 0 < turned <= head:
         raise CheckpointError(f"config.json: rotary_dim {shown(turned)} is not a part of a head of {head}")
     return {"rotary_percent": turned / head}
-
-
-# ---- OPT
-
-
-def _opt(config: Config) -> dict[str, Any]:
-    width = config.get("word_embed_proj_dim", config["hidden_size"])
-    if width != config["hidden_size"]:
-        raise CheckpointError(
-            f"config.json: word_embed_proj_dim {width} is not hidden_size: a projection is not built"
-        )
-    return {}
 
 
 # ---- Falcon
@@ -166,10 +156,7 @@ _GPT_KIN: dict[str, Family] = {
             "decoder.final_norm": "gpt_neox.final_layer_norm",
             "head": "embed_out",
         },
-        (
-            activation("hidden_act", "gelu"),
-            Feature(_NEOX_ROTARY, rotary_keys, hf_neox_rope),
-        ),
+        (activation("hidden_act", "gelu"), _NEOX_ROTARY),
     ),
     "gptj": GPT.variant(
         "GPTJForCausalLM",
@@ -242,9 +229,13 @@ _GPT_KIN: dict[str, Family] = {
     ),
     "opt": Family(
         "OPTForCausalLM",
-        _sizes(intermediate_size="ffn_dim", initializer_range="init_std")
+        {key: row for key, row in SIZES.items() if key not in ("intermediate_size", "initializer_range")}
         | TIED
         | {
+            "ffn_dim": SIZES["intermediate_size"],
+            "init_std": SIZES["initializer_range"],
+            # A model that projects its embeddings has norms behind its branches too, which are refused.
+            "word_embed_proj_dim": ("hidden_size", lambda config: config["hidden_size"]),
             "max_position_embeddings": ("max_position_embeddings", 2048),
             "dropout": ("hidden_dropout_prob", 0.1),
         },
@@ -266,10 +257,7 @@ _GPT_KIN: dict[str, Family] = {
             "decoder.final_norm": "model.decoder.final_layer_norm",
             "head": "lm_head",
         },
-        (
-            activation("activation_function", "relu"),
-            Feature({"word_embed_proj_dim"}, _opt, lambda model: {"word_embed_proj_dim": model.hidden_size}),
-        ),
+        (activation("activation_function", "relu"),),
         off={
             "do_layer_norm_before": (True,),
             "enable_bias": (True,),
@@ -297,7 +285,7 @@ _GPT_KIN: dict[str, Family] = {
     ),
     "falcon": Family(
         "FalconForCausalLM",
-        _sizes(intermediate_size="ffn_hidden_size")
+        {key: row for key, row in SIZES.items() if key != "intermediate_size"}
         | TIED
         | {
             "ffn_hidden_size": ("ffn_hidden_size", lambda config: 4 * config["hidden_size"]),

@@ -10,13 +10,7 @@ from typing import Any
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.reading.tree import nested
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.huggingface.rope import (
-    DEFAULT_BASE,
-    PLACES,
-    hf_partial_rope,
-    hf_rope,
-    rope_keys,
-)
+from ppfleetx.conversion.huggingface.rope import DEFAULT_BASE, PLACES, hf_rope, rope_keys
 
 Config = Mapping[str, Any]
 NEEDED = object()
@@ -301,7 +295,9 @@ def rotary(base: float = DEFAULT_BASE) -> Feature:
 
 
 ROTARY = rotary()
-PARTIAL_ROTARY = Feature(_ROTARY, rotary_keys, hf_partial_rope)
+PARTIAL_ROTARY = Feature(
+    _ROTARY, rotary_keys, lambda model: {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
+)
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:

@@ -70,11 +70,6 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{QUANTIZATION}.group_size: {shown(size)} is neither -1 nor a positive integer"
         )
-    formats = {scheme.get("format"), scheme.get("checkpoint_format")} - {None}
-    if len(formats) > 1:
-        raise CheckpointError(
-            f"{QUANTIZATION}: format and checkpoint_format differ: {' and '.join(sorted(formats))}"
-        )
     if any(not rule.startswith("-:") for rule in scheme.get("dynamic") or ()):
         raise CheckpointError(
             f"{QUANTIZATION}.dynamic gives some linears settings of their own, which is not supported"

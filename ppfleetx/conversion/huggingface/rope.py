@@ -85,18 +85,6 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
     return keys
 
 
-def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
-    """Convert the rotary settings of ``model`` to ``config.json`` keys that transformers 4 and 5 can read,
-    for model types in which only a part of each head is rotated."""
-    return {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
-
-
-def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
-    """Convert the rotary settings of ``model`` to the ``config.json`` keys of GPT-NeoX."""
-    keys = hf_rope(model)
-    return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
-
-
 def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rename the rotary keys of a GPT-NeoX ``config.json`` to those of other model types."""
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
@@ -148,14 +136,12 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
         values[_ORIGINAL] = _first(config.get(_ORIGINAL), *inside)
     if kind == "llama3":
         values |= {key: given.get(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if kind in ("yarn", "longrope") and values["factor"] is None:
+        values["factor"] = _ratio(longest, values[_ORIGINAL])
     if kind == "yarn":
         values |= _yarn(given)
-        if values["factor"] is None:
-            values["factor"] = _ratio(longest, values[_ORIGINAL])
     if kind == "longrope":
         values |= {key: given.get(key) for key in ("short_factor", "long_factor", "attention_factor")}
-        if values["factor"] is None:
-            values["factor"] = _ratio(longest, values[_ORIGINAL])
         if isinstance(values["factor"], int | float):
             values["factor"] = max(values["factor"], 1.0)  # transformers treats smaller values as 1
     try:

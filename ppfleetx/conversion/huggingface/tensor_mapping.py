@@ -4,14 +4,16 @@ fused matrices (q, k, v; gate, up) are interleaved along the output features."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.lazy_tensors import LazyTensor
+from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.huggingface.config_import import model_keys
@@ -61,6 +63,16 @@ class Rule:
                 for part in self.parts
             ]
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
+
+    def joined(self, parts: Sequence[LazyTensor], place: str | Path) -> LazyTensor:
+        """Return our parameter, made when it is read from the tensors listed in ``theirs``. Raises
+        CheckpointError if one of them has another shape. ``place`` is where they are, for messages."""
+        for name, part, wanted in zip(self.theirs, parts, self.shapes, strict=True):
+            if part.shape != wanted:
+                raise CheckpointError(
+                    f"{place}: {name} has shape {list(part.shape)}, its configuration asks for {list(wanted)}"
+                )
+        return derive(parts, self.shape, self.join, self.ours)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
         """Build our parameter from the Hugging Face tensors listed in ``theirs``, in this order."""

@@ -131,17 +131,14 @@ class Start:
                 load_optimizer(state, parameters, self.checkpoint, model_names=model_names)
                 runner.load_scaler_state(self.checkpoint.state.get("scaler"))
             if self.options.load_rng:
-                self._restore_generators()
+                own = restore_rng_state(self.checkpoint.state, self.ctx)
+                if not own and self.ctx.world_size > 1:
+                    get_logger().info(
+                        "generators: the checkpoint has no states for the ranks of this plan; all continue "
+                        "rank 0's (dropout does not depend on them)"
+                    )
             saved = self.checkpoint.state.get("schedule")
             return resume_schedule(self.options.lr_schedule, schedule, saved)
-
-    def _restore_generators(self) -> None:
-        own = restore_rng_state(self.checkpoint.state, self.ctx)
-        if not own and self.ctx.world_size > 1:
-            get_logger().info(
-                "generators: the checkpoint has no states for the ranks of this plan; all continue rank 0's "
-                "(dropout does not depend on them)"
-            )
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
         """Load only the weights into ``runner``: for evaluation, generation and export. Raises

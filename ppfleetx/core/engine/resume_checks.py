@@ -75,18 +75,16 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
     """Return the settings that changed since the checkpoint and affect training, optimizer or evaluation.
     ``now`` has hashes of the tokenizer and of the training data. Raises CheckpointError for a change that is
     not allowed."""
-    options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping):
         return []
-    for change in changes(saved, cfg, (Effect.OPTIMIZER,)):
-        if options.load_optim:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} was trained with {change.key} = {change.then!r}, this "
-                f"configuration has {change.now!r}, whose state differs; "
-                "Engine.save_load.load_optim=False drops the checkpoint's and starts with a fresh optimizer"
-            )
+    if cfg.Engine.save_load.load_optim and (found := changes(saved, cfg, (Effect.OPTIMIZER,))):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with {found[0].key} = {found[0].then!r}, this "
+            f"configuration has {found[0].now!r}, whose state differs; "
+            "Engine.save_load.load_optim=False drops the checkpoint's and starts with a fresh optimizer"
+        )
     return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
 
 

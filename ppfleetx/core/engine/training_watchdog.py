@@ -13,8 +13,7 @@ from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather
 from ppfleetx.resilience import watchdog
-from ppfleetx.resilience.hang_report import Identity
-from ppfleetx.resilience.hang_report_dir import HANG_DIRS
+from ppfleetx.resilience.hang_report import HANG_DIRS, Identity
 from ppfleetx.utils.exit_codes import EXIT_HUNG
 from ppfleetx.utils.lost_peers import ended_peer_in, may_end_process
 
@@ -29,21 +28,16 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
         _begin(cfg, rank, device, HANG_DIR)
 
 
-def exchange_process_ids(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Exchange process ids among all ranks. All ranks must call this. If the job hangs, each watchdog can
-    then check which processes of other ranks on its machine are alive."""
-    if cfg.Engine.hang_timeout and ctx.world_size > 1:
-        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
-
-
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
     """Context manager in which a watchdog observes this process, and writes hang reports to ``directory``
-    inside the output directory. No watchdog runs if ``Engine.hang_timeout`` is 0. If :func:`watch_start`
-    has already started a watchdog, no other one is started."""
+    inside the output directory. All ranks must call this. No watchdog runs if ``Engine.hang_timeout`` is 0.
+    If :func:`watch_start` has already started a watchdog, no other one is started."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
-    exchange_process_ids(cfg, ctx)
+    if cfg.Engine.hang_timeout and ctx.world_size > 1:
+        # If the job hangs, each watchdog checks which processes of other ranks on its machine are alive.
+        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.own_process()))))
     try:
         yield
     except UserError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,11 +98,6 @@ class TensorBoard(_EventFiles):
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, global_step=step)
-
-
-def visual_dl_is_installed() -> bool:
-    """Return whether VisualDL is installed (``pip install ppfleetx[vdl]``)."""
-    return importlib.util.find_spec("visualdl") is not None
 
 
 class VisualDL(_EventFiles):

@@ -17,7 +17,7 @@ class GPTModule(BasicModule):
     def loss_in_chunks(self) -> bool:
         """Whether the loss may be computed for chunks of tokens, to save memory. False for a subclass that
         overrides ``loss``, unless it also overrides this property."""
-        return type(self).loss is GPTModule.loss
+        return type(self).loss in (GPTModule.loss, GPTEvalModule.loss)
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
         return model_stages(self.cfg.Model, factory)
@@ -32,10 +32,6 @@ class GPTEvalModule(GPTModule):
     correctly."""
 
     metrics = ("non_finite",)  # the fraction of tokens whose log-probability is not finite
-
-    @property
-    def loss_in_chunks(self) -> bool:
-        return type(self).loss is GPTEvalModule.loss
 
     def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
         mask = batch["loss_mask"]

@@ -2,25 +2,35 @@
 text equals the result of Hugging Face's ``apply_chat_template``.
 
 Templates are read from ``chat_template.jinja`` and ``additional_chat_templates/`` in the tokenizer's
-directory, or else from ``chat_template`` in ``tokenizer_config.json``.
+directory, or else from ``chat_template`` in ``tokenizer_config.json``. They come from strangers and run in
+servers: Jinja's sandbox denies them access to Python, and limits stop endless loops and huge texts. This does
+not stop a determined attacker.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import datetime
+from functools import cached_property, partial, wraps
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError, nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
-from ppfleetx.data.chat.sandbox import CompiledTemplate, Span, TemplateLimitError, TemplateRefusedError
-from ppfleetx.data.tokenizer.json_files import MAX_TEMPLATE_BYTES
-from ppfleetx.utils.input_files import read_bounded
+from ppfleetx.utils.input_files import MAX_JSON_BYTES, read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
@@ -30,9 +40,20 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """A message of a conversation, with the keys ``role``, ``content`` (a text or None) and any others that a
 template uses."""
+Span = tuple[int, int]
+"""A range of characters ``[start, end)``, as a pair of offsets."""
+MAX_STEPS = 3_000_000
+"""Maximum number of steps of a template: executed lines, calls and returns. A conversation of 100 turns takes
+a few thousand."""
+MAX_SIZE = 1 << 24
+"""Maximum size of what an expression of a template makes: characters of a text, elements of a list, bits of a
+number."""
+_MAX_NUMBER = 1_000_000  # largest number that a filter or function is called with, such as a width
 DEFAULT = "default"
 TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Errors in a template's own expressions, such as a text added to a number.
+_OF_EXPRESSIONS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
 """Texts that end an answer under the plain template, because with them the model begins the next turn."""
@@ -54,6 +75,161 @@ line."""
 
 class ChatError(UserError):
     """A chat template refuses a conversation, or fails on it."""
+
+
+class _RefusedError(TemplateError):
+    """The template refuses the conversation: it called ``raise_exception``."""
+
+
+@contextmanager
+def _bounded_steps() -> Iterator[None]:
+    """Context manager that limits how long a template may run: raises TemplateError after `MAX_STEPS` steps
+    (executed lines, calls and returns) in this thread."""
+    left = MAX_STEPS
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TemplateError(f"it takes more than {MAX_STEPS:,} steps; does it loop forever?")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class _GenerationBlocks(Extension):
+    """Jinja extension for ``{% generation %} ... {% endgeneration %}``, in which templates enclose the
+    assistant's text. Records where this text is in the output. Several threads can render at the same
+    time."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self._local = threading.local()
+        environment.tracker = self
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def mark(self, context: nodes.EvalContext, caller: Callable[[], str]) -> str:
+        text = caller()
+        start = sum(map(len, self._local.pieces))
+        self._local.spans.append((start, start + len(text)))
+        return text
+
+    def render(self, template: Template, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """Render a template of this environment. Returns the text, and the spans of the text that are inside
+        ``generation`` blocks."""
+        self._local.pieces, self._local.spans = [], []
+        for piece in template.generate(variables):
+            self._local.pieces.append(piece)
+        return "".join(self._local.pieces), self._local.spans
+
+
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    """Raise TemplateError if the result of ``left operator right`` would be larger than `MAX_SIZE`."""
+    sizes = [
+        abs(one).bit_length() if isinstance(one, int) else len(one) if hasattr(one, "__len__") else 0
+        for one in (left, right)
+    ]
+    is_repetition = operator == "*" and isinstance(left, int) != isinstance(right, int)
+    if operator == "**" and isinstance(right, int):
+        size = sizes[0] * abs(right)
+    elif is_repetition:
+        size = sizes[0] * right if isinstance(right, int) else sizes[1] * left
+    else:
+        size = sum(sizes)
+    if size > MAX_SIZE:
+        raise TemplateError(f"it makes a text, list or number of size {size:,}; the most is {MAX_SIZE:,}")
+
+
+def _check_arguments(name: str, arguments: Iterable[Any]) -> None:
+    """Raise TemplateError if a template calls a filter or function with a very large integer."""
+    for one in arguments:
+        if isinstance(one, int) and abs(one) > _MAX_NUMBER:
+            raise TemplateError(f"it calls {name} with {one}")
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_arguments(name, (*args, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _BoundedCode(CodeGenerator):
+    """Jinja code generator that computes ``a ~ b`` as ``environment.join((a, b))``, which limits the size."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
+        self.write("environment.join((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _BoundedCode
+    intercepted_binops = frozenset({"+", "*", "**"})
+    tracker: _GenerationBlocks
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # the optimizer would evaluate constant expressions without limits
+            extensions=[_GenerationBlocks, LoopControlExtension],
+        )
+        self.filters = {name: _bounded(name, one) for name, one in self.filters.items()}
+        self.filters["tojson"] = _to_json
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_size(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def join(self, parts: Iterable[Any]) -> str:
+        text = ""
+        for part in map(str, parts):
+            _check_size("+", text, part)
+            text += part
+        return text
+
+    # A template's own arguments must not collide with these names, hence Jinja's spelling.
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        if not isinstance(getattr(__obj, "__self__", None), Extension):
+            _check_arguments(getattr(__obj, "__name__", "a function"), (*args, *kwargs.values()))
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: Any) -> None:
+    raise _RefusedError(str(message))
 
 
 @dataclass(frozen=True)
@@ -81,13 +257,14 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raise DataError if the source is not a valid Jinja template."""
-        _ = self._compiled
+        _ = self._render
 
     @cached_property
-    def _compiled(self) -> CompiledTemplate:
+    def _render(self) -> Callable[[Mapping[str, Any]], tuple[str, list[Span]]]:
+        environment = _Environment()
         try:
-            return CompiledTemplate(self.source)
-        except (TemplateError, TemplateLimitError) as error:
+            return partial(environment.tracker.render, environment.from_string(self.source))
+        except (TemplateError, RecursionError) as error:
             line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
             raise DataError(f"{self.place} is not a valid chat template: {line}{error}") from error
 
@@ -114,7 +291,7 @@ class ChatTemplate:
         conversation or fails, and DataError if it is not valid Jinja."""
         if not messages:
             raise ChatError("a conversation has at least one message")
-        compiled = self._compiled
+        render = self._render
         values = {
             "tools": None,
             "documents": None,
@@ -124,21 +301,14 @@ class ChatTemplate:
             "messages": [_message(one) for one in messages],
         }
         try:
-            return compiled.render(values)
-        except TemplateLimitError as error:
-            raise ChatError(f"{self.place} is not rendered: {error}") from error
-        except TemplateError as error:
-            raise ChatError(self._said(error)) from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # Errors in the template's own expressions, such as a text added to a number.
+            with _bounded_steps():
+                return render(values)
+        except _RefusedError as error:
+            raise ChatError(f"{self.place} refuses the conversation: {error}") from error
+        except SecurityError as error:
+            raise ChatError(f"{self.place} uses what templates may not access: {error}") from error
+        except (TemplateError, *_OF_EXPRESSIONS) as error:
             raise ChatError(f"{self.place} fails on this conversation: {error}") from error
-
-    def _said(self, error: Exception) -> str:
-        if isinstance(error, TemplateRefusedError):
-            return f"{self.place} refuses the conversation: {error}"
-        if isinstance(error, SecurityError):
-            return f"{self.place} uses what templates may not access: {error}"
-        return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
         """Render a conversation and encode the text. The tokenizer adds no BOS, because the template writes
@@ -189,7 +359,7 @@ def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = N
             value=given,
         )
     else:
-        content = read_bounded(given, MAX_TEMPLATE_BYTES, DataError)
+        content = read_bounded(given, MAX_JSON_BYTES, DataError)
         template = ChatTemplate(content.decode("utf-8", "replace"), tokenizer.special_token_texts, given)
     template.check()
     return template

@@ -32,8 +32,8 @@ from ppfleetx.data.indexed_dataset import (
     optimal_dtype,
     refuse_to_replace,
 )
-from ppfleetx.data.prepare.text_corpus import MAX_SKIPPED_IN_A_ROW, Chunk, Source, documents_of, read_chunks
-from ppfleetx.data.text_files import MAX_LINE_BYTES, load_line
+from ppfleetx.data.prepare.text_corpus import Chunk, Source, documents_of, read_chunks
+from ppfleetx.data.text_files import MAX_DOCUMENT_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.end_processes import process_exists
 from ppfleetx.utils.progress_bar import ProgressBar
@@ -47,16 +47,14 @@ class ChunkResult:
     """What a worker process returns for one chunk of the corpus.
 
     Attributes:
-        tokens: the tokens of all documents, as bytes in the output's dtype, for each key (field of the JSON
-            documents).
-        lengths: the number of tokens of each document, as int32 bytes, for each key.
+        arrays: for each key (field of the JSON documents), the tokens of all documents in the output's dtype,
+            and the number of tokens of each document, int32.
         num_seen: number of documents in the chunk, including skipped ones.
         skipped: number of skipped documents, by kind of problem.
         places: positions of the first skipped documents, by kind of problem.
     """
 
-    tokens: dict[str, bytes] = field(default_factory=dict)
-    lengths: dict[str, bytes] = field(default_factory=dict)
+    arrays: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     num_documents: int = 0
     num_text_bytes: int = 0
     num_seen: int = 0
@@ -68,12 +66,6 @@ class ChunkResult:
         places = self.places.setdefault(problem, [])
         if len(places) < _PLACES_KEPT:
             places.append(self.num_seen)
-
-    def arrays(self, dtype: np.dtype) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        return {
-            key: (np.frombuffer(self.tokens[key], dtype), np.frombuffer(self.lengths[key], np.int32))
-            for key in self.tokens
-        }
 
 
 class _Skip(Exception):  # noqa: N818 - control flow within this file
@@ -116,8 +108,7 @@ class ChunkEncoder:
             result.num_seen += 1
         for key in self._keys:
             flat = np.concatenate(parts[key]) if parts[key] else np.empty(0)
-            result.tokens[key] = flat.astype(self.dtype).tobytes()
-            result.lengths[key] = np.array(lengths[key], np.int32).tobytes()
+            result.arrays[key] = flat.astype(self.dtype), np.array(lengths[key], np.int32)
         return result
 
     def _texts(self, document: bytes, is_json: bool) -> list[str]:
@@ -167,18 +158,12 @@ class Problems:
         self.places: dict[str, list[str]] = {}
         self._path: Path | None = None
         self._num_seen = 0  # documents seen in this file
-        self._num_skipped = 0  # documents skipped in this file since the last good document
-
-    @property
-    def total(self) -> int:
-        return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
         """Count the skipped documents of the next chunk of the corpus, and remember where they are. Raises
-        DataError if ``strict`` is set and a document was skipped, or if very many lines or paragraphs in a
-        row were skipped."""
+        DataError if ``strict`` is set and a document was skipped."""
         if self._path != chunk.paths[0]:
-            self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
+            self._path, self._num_seen = chunk.paths[0], 0
         self.counts += result.skipped
         for problem, positions in result.places.items():
             places = self.places.setdefault(problem, [])
@@ -187,12 +172,6 @@ class Problems:
                 raise DataError(f"{found[0]}: {problem}")
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
-        self._num_skipped = 0 if result.num_documents else self._num_skipped + result.num_seen
-        # A file with this many skipped documents in a row is of another kind.
-        if self._num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
-            which = "first" if self._num_skipped == self._num_seen else "last"
-            count = f"{which} {self._num_skipped:,} {_UNITS[chunk.kind]}s"
-            raise DataError(f"{self._path}: none of its {count} is a document: {'; '.join(self.lines())}")
 
     def _place(self, chunk: Chunk, position: int) -> str:
         if chunk.kind == "file":
@@ -325,7 +304,7 @@ def preprocess(
     workers: int = 1,
     strict: bool = False,
     overwrite: bool = False,
-    max_document_bytes: int = MAX_LINE_BYTES,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
     """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``, one for each of
@@ -373,7 +352,7 @@ def _encode_all(
         bar = stack.enter_context(ProgressBar("encoding", total=total / 1e6, unit="MB", show=show_progress))
         for chunk, result in results:
             report.problems.add(chunk, result, strict)
-            for key, (tokens, lengths) in result.arrays(encoder.dtype).items():
+            for key, (tokens, lengths) in result.arrays.items():
                 writers[key].add_documents(tokens, lengths)
             report.num_documents += result.num_documents
             report.num_text_bytes += result.num_text_bytes
@@ -393,8 +372,7 @@ def _check_keys(sources: Sequence[Source], keys: Sequence[str]) -> None:
 
 def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
     for prefix in prefixes:
-        for path in (bin_path(prefix), idx_path(prefix)):
-            _remove_leftovers(path)
+        _remove_leftovers(bin_path(prefix))
         refuse_to_replace(prefix, overwrite)
 
 

@@ -12,12 +12,13 @@ from typing import Literal
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.text_files import (
-    MAX_LINE_BYTES,
+    MAX_DOCUMENT_BYTES,
     TextFile,
     is_packed,
     load_line,
     refuse_unsupported_compression,
 )
+from ppfleetx.utils.input_files import os_errors
 
 Kind = Literal["json", "line", "paragraph", "file"]
 
@@ -105,9 +106,6 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 
 CHUNK_BYTES = 2 << 20
-MAX_SKIPPED_IN_A_ROW = 300_000
-"""Maximum number of consecutive lines or paragraphs without a valid document. A file that exceeds it is
-rejected, because it is probably of another kind."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -136,9 +134,10 @@ class Chunk:
     paths: tuple[Path, ...]
     data: bytes | None
     num_disk_bytes: int
-    max_document_bytes: int = MAX_LINE_BYTES
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
 
 
+@os_errors(DataError)
 def find_sources(
     inputs: Sequence[str | os.PathLike[str]],
     *,
@@ -155,13 +154,8 @@ def find_sources(
     """
     sources = []
     for entry in map(Path, inputs):
-        try:
-            entry.stat()
-        except FileNotFoundError:
-            raise DataError(f"no such file or folder: {entry}") from None
-        except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
-            why = getattr(error, "strerror", None) or error
-            raise DataError(f"{entry} cannot be read: {why}") from error
+        if not entry.exists():
+            raise DataError(f"no such file or folder: {entry}")
         if not entry.is_file() and not entry.is_dir():
             raise DataError(f"{entry} is neither a file nor a folder; pipes cannot be read")
         paths = [entry] if entry.is_file() else _files_below(entry, tuple(suffixes))
@@ -192,7 +186,7 @@ def _kind_of(path: Path, split_on: str) -> Kind:
     return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
 
 
-def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
+def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """Read a corpus in order, and yield chunks of about ``CHUNK_BYTES``. A larger document is a chunk of its
     own. Raises DataError if a file cannot be read or is damaged."""
     chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
@@ -228,7 +222,7 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
             done = file.position
 
 
-def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
+def read_file(path: Path, max_document_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
     """Read a whole file, decompressed. Returns None if a compressed file expands to more than
     ``max_document_bytes``."""
     with TextFile(path) as file:
@@ -257,21 +251,14 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
-    Invalid documents are skipped. Raises DataError if a file is damaged, if very many lines or paragraphs in
-    a row have no text, or if there is no text."""
-    path, num_skipped, is_empty = None, 0, True
+    Invalid documents are skipped. Raises DataError if a file is damaged, or if there is no text."""
+    is_empty = True
     for chunk in read_chunks(sources):
-        if chunk.kind == "file" or chunk.paths[0] != path:
-            path, num_skipped = chunk.paths[0], 0
         for document in documents_of(chunk):
             text = _text_of(document, chunk.kind, key)
             if text:
-                num_skipped, is_empty = 0, False
+                is_empty = False
                 yield text
-            else:
-                num_skipped += 1
-        if num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
-            raise DataError(f"{path}: {num_skipped:,} lines one after the other hold no text under {key!r}")
     if is_empty:
         names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
         under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 import numpy as np
 
@@ -61,37 +61,53 @@ def prepare_wikitext(
     that ``source`` has. ``source`` is the published zip file, or a folder with its files. ``length`` is the
     model's sequence length. Raises DataError if ``source`` is not WikiText or its train split is too short
     for one sample, or if a corpus exists and ``overwrite`` is False."""
-    found = _find(source)
-    prefixes = {split: output_dir / split / "wikitext" for split in found}
-    for prefix in prefixes.values():
-        refuse_to_replace(prefix, overwrite)
-    return [_prepare(source, found[split], prefixes[split], tokenizer, length, split) for split in found]
+    with _names(source) as (names, open_file):
+        found = _find(source, names)
+        prefixes = {split: output_dir / split / "wikitext" for split in found}
+        for prefix in prefixes.values():
+            refuse_to_replace(prefix, overwrite)
+        return [
+            _prepare(open_file(name), f"{source}: {name}", prefixes[split], tokenizer, length, split)
+            for split, name in found.items()
+        ]
+
+
+@contextmanager
+def _names(source: Path) -> Iterator[tuple[list[str], Callable[[str], IO[bytes]]]]:
+    """Context manager that gives the names of the files in a folder or zip, and a function that opens one."""
+    try:
+        if source.is_dir():
+            names = [path.name for path in source.iterdir() if path.is_file()]
+            yield names, lambda name: (source / name).open("rb")
+        else:
+            with zipfile.ZipFile(source) as archive:
+                yield archive.namelist(), archive.open
+    except FileNotFoundError:
+        raise DataError(f"{source}: there is no such zip or folder") from None
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
+        raise DataError(f"{source}: is neither a folder nor a zip that can be read: {error}") from error
 
 
 def _prepare(
-    source: Path, name: str, prefix: Path, tokenizer: Tokenizer, length: int, split: str
+    opened: IO[bytes], place: str, prefix: Path, tokenizer: Tokenizer, length: int, split: str
 ) -> SplitReport:
     dtype = optimal_dtype(tokenizer.vocab_size)
-    with _open(source, name) as file, IndexedDatasetWriter(prefix, dtype) as writer:
-        for passage in passages(_decoded(file, f"{source}: {name}")):
+    with opened as file, IndexedDatasetWriter(prefix, dtype) as writer:
+        for passage in passages(_decoded(file, place)):
             ids = np.append(tokenizer.encode_to_numpy(passage), tokenizer.eod_id)
             writer.add_document(ids, [len(ids)])
         if writer.num_documents == 0:
-            raise DataError(f"{source}: {name} holds no text")
+            raise DataError(f"{place} holds no text")
         documents, tokens = writer.num_documents, writer.num_tokens
         windows = (tokens - 1) // length
         if windows == 0 and split == "train":
             raise DataError(
-                f"{source}: {tokens} tokens are too few for a window of {length} + 1; read shorter ones"
+                f"{place}: {tokens} tokens are too few for a window of {length} + 1; read shorter ones"
             )
     return SplitReport(split, str(prefix), documents, tokens, windows)
 
 
-def _find(source: Path) -> dict[str, str]:
-    if source.is_dir():
-        names = [path.name for path in source.iterdir() if path.is_file()]
-    else:
-        names = _names_in_zip(source)
+def _find(source: Path, names: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for split in SPLITS:
         wanted = {f"wiki.{split}.{ending}" for ending in _ENDINGS}
@@ -105,30 +121,7 @@ def _find(source: Path) -> dict[str, str]:
     return found
 
 
-def _names_in_zip(source: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(source) as archive:
-            return archive.namelist()
-    except FileNotFoundError:
-        raise DataError(f"{source}: there is no such zip or folder") from None
-    except (zipfile.BadZipFile, OSError, NotImplementedError) as error:
-        raise DataError(f"{source}: is neither a folder nor a zip that can be read: {error}") from error
-
-
-@contextmanager
-def _open(source: Path, name: str) -> Iterator[io.BufferedIOBase]:
-    try:
-        if source.is_dir():
-            with (source / name).open("rb") as file:
-                yield file
-        else:
-            with zipfile.ZipFile(source) as archive, archive.open(name) as file:
-                yield file
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
-        raise DataError(f"{source}: {name} cannot be read: {error}") from error
-
-
-def _decoded(file: io.BufferedIOBase, place: str) -> Iterator[str]:
+def _decoded(file: IO[bytes], place: str) -> Iterator[str]:
     try:
         yield from io.TextIOWrapper(file, encoding="utf-8", newline="\n")
     except UnicodeDecodeError as error:

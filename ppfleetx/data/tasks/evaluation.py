@@ -230,13 +230,10 @@ def count_words(text: str) -> int:
 def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> LastWords:
     # Not splitlines(): a text may contain form feeds and other separators that do not end a line.
     windows = []
-    number, end = 1, 0
-    for match in re.finditer(r"[^\n]+", text):
-        number += text.count("\n", end, match.start())
-        end = match.start()
-        if not match[0].isspace():
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
             place = f"{cfg.eval_path}:{number}"
-            text_of_line = text_of(load_object(match[0].encode(), place, '"text"'), "text", place)
+            text_of_line = text_of(load_object(line.encode(), place, '"text"'), "text", place)
             windows.append(_cloze_window(text_of_line, cfg, tokenizer, place))
     return LastWords(windows)
 

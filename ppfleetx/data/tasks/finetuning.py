@@ -11,24 +11,29 @@ A conversation has one of these forms. The last two may also have ``system``, th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ppfleetx.config.errors import DataError, UserError, shown
+from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
 from ppfleetx.config.message_text import counted
+from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
-from ppfleetx.data.tasks.glue import GlueTask, read_glue
+from ppfleetx.data.tasks.glue import TASKS, read_glue, require_libraries
 from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
+from ppfleetx.data.tokenizer.json_files import GPT2_FILES
+from ppfleetx.data.tokenizer.tokenizer import check_tokenizer
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.config.sections.data import DatasetConfig
+    from ppfleetx.config.sections.data import DatasetConfig, Mode
+    from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.chat.templates import Message
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
@@ -106,6 +111,26 @@ def _check(messages: Any, place: str) -> None:
         raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
 
 
+_LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
+
+
+def _inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
+    """Return the inputs of the finetuning dataset of ``Data.<mode>``: its section, the tokenizer, and the
+    number to whose multiples sample lengths are padded. Raises ConfigError if no tokenizer is configured."""
+    dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
+    if tokenizer is None:
+        raise ConfigError(
+            f"names no files, and {dataset_cfg.name} is made of texts. Give a tokenizer's directory with "
+            "-o Data.tokenizer.dir=DIR; ppfleetx tokenizer makes one, and vocab.json and merges.txt of "
+            f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
+            key="Data.tokenizer",
+        )
+    check_tokenizer(tokenizer, cfg.Model.vocab_size)
+    # With both sequence parallelism and `sep`, each sequence is split into mp x sep parts.
+    multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
+    return dataset_cfg, tokenizer, multiple
+
+
 class RecordDataset:
     """Base class of the finetuning datasets.
 
@@ -131,6 +156,11 @@ class RecordDataset:
             decisive.append(tokenizer.prefix_ids)
         decisive += more  # JSON values of the subclass that also determine the samples
         self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def of(cls, cfg: RunConfig, mode: Mode) -> Self:
+        """Build the dataset that ``Data.<mode>`` describes."""
+        return cls(*_inputs(cfg, mode))
 
     @property
     def samples_per_epoch(self) -> float:
@@ -162,17 +192,24 @@ class GlueDataset(RecordDataset):
 
     def __init__(
         self,
-        task: GlueTask,
         cfg: DatasetConfig,
         tokenizer: Tokenizer,
         length_multiple: int = 1,
         *,
         with_labels: bool = True,
     ) -> None:
-        examples = read_glue(task, cfg.input_dir, cfg.split, with_labels=with_labels)
+        self.task, self.part = TASKS[cfg.name], cfg.split
+        examples = read_glue(self.task, cfg.input_dir, cfg.split, with_labels=with_labels)
         super().__init__(cfg, tokenizer, examples.path, examples.digest, length_multiple)
-        self.task, self.part = task, cfg.split
         self.texts, self.labels = examples.texts, examples.labels
+
+    @classmethod
+    def of(cls, cfg: RunConfig, mode: Mode) -> Self:
+        """Build the dataset that ``Data.<mode>`` describes. For ``Test``, no labels are read, because most
+        test files have none."""
+        inputs = _inputs(cfg, mode)
+        require_libraries()
+        return cls(*inputs, with_labels=mode != "Test")
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -232,7 +269,9 @@ class PromptResponseDataset(RecordDataset):
     @os_errors(DataError)
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
         path = record_file(cfg)
-        self.pairs, digest = read_pairs(path, cfg.prompt_field, cfg.response_field)
+        fields = (cfg.prompt_field, cfg.response_field)
+        lines, digest = _read(path)
+        self.pairs = [_pair(line, f"{path}:{number}", *fields) for number, line in lines]
         super().__init__(cfg, tokenizer, path, digest, length_multiple)
 
     def __len__(self) -> int:
@@ -274,15 +313,13 @@ def record_file(cfg: DatasetConfig) -> Path:
     return found
 
 
-def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """Read a file of JSON records, each with a prompt and a response in the fields ``prompt_field`` and
-    ``response_field``. Returns the pairs (prompt, response), and a hash of the file. Raises DataError."""
-    pairs, digest = [], blake2b(digest_size=16)
-    for number, line in read_records(path, digest.update):
-        pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
-    if not pairs:
+def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    """Read the records of a file, unparsed, with their line numbers. Returns also a hash of the file."""
+    digest = blake2b(digest_size=16)
+    lines = list(read_records(path, digest.update))
+    if not lines:
         raise DataError(f"{path} holds no record")
-    return pairs, digest.hexdigest()
+    return lines, digest.hexdigest()
 
 
 def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
@@ -304,6 +341,8 @@ class ChatDataset(RecordDataset):
         path = record_file(cfg)
         self.template = template_of(cfg, tokenizer)
         self._lines, digest = _read(path)
+        for number, line in self._lines:
+            read_conversation(line, f"{path}:{number}")
         more = [self.template.source, dict(self.template.special_tokens)]
         super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
         self._has_warned = False
@@ -350,11 +389,12 @@ class ChatDataset(RecordDataset):
         if self._has_warned:
             return
         self._has_warned = True
-        what = f"{counted(left_out, 'message')} at the beginning" if left_out else "its end"
+        what = [f"{counted(left_out, 'message')} at the beginning"] if left_out else []
         if length > self.max_seq_len + 1:
-            what = f"{what}, and its end" if left_out else what
+            what.append("its end")
         get_logger().warning(
-            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (logged once)"
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {', and '.join(what)} "
+            "(logged once)"
         )
 
 
@@ -367,13 +407,3 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
     if following is None or not any(one["role"] == ASSISTANT for one in messages[following:]):
         return None
     return [*messages[:head], *messages[following:]]
-
-
-def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    digest = blake2b(digest_size=16)
-    lines = list(read_records(path, digest.update))
-    for number, line in lines:
-        read_conversation(line, f"{path}:{number}")
-    if not lines:
-        raise DataError(f"{path} holds no record")
-    return lines, digest.hexdigest()

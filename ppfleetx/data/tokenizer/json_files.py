@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
-from ppfleetx.utils.input_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
+from ppfleetx.utils.input_files import MAX_JSON_BYTES, os_errors, parse_json, read_bounded, read_json
 from ppfleetx.utils.output_files import atomic_write
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -21,14 +21,11 @@ SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMP
 """Other files of a tokenizer's directory that are kept with the definition."""
 NAMED_TEMPLATES = "additional_chat_templates"
 """Directory of additional chat templates. Each file holds one template and has the template's name."""
-MAX_TEMPLATE_BYTES = 1 << 20
 SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where users can get vocab.json and merges.txt of GPT-2. Nothing is downloaded."""
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 """GPT-2's pre-tokenizer and decoder, as in ``tokenizer.json``."""
-_MAX_MERGES_BYTES = 16 * 1024 * 1024
-_MAX_ID = (1 << 24) - 1  # limits memory, because tables are as long as the highest id
 
 
 def _byte_characters() -> list[str]:
@@ -75,24 +72,21 @@ class TokenizerFiles:
     side_texts: dict[str, str] = field(default_factory=dict)
 
 
+@os_errors(DataError)
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer's files. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` beside a
     ``merges.txt``. Files such as ``tokenizer_config.json`` are read only if ``path`` is a directory. Raises
     DataError if there is no tokenizer or its files are damaged."""
     path = Path(path)
-    try:
-        path.stat()
-    except FileNotFoundError:
+    if not path.exists():
         raise MissingDataError(
             f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
             f"{MERGES_FILE}; ppfleetx tokenizer makes one from your text, and GPT-2's is at "
             f"{GPT2_FILES} (nothing is downloaded)"
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        )
     if path.is_dir():
         there = [name for name in SIDE_FILES if os.path.lexists(path / name)]
-        side = with_named_templates({name: _read_text(path / name, MAX_JSON_BYTES) for name in there}, path)
+        side = with_named_templates({name: _read_text(path / name) for name in there}, path)
         if os.path.lexists(path / TOKENIZER_FILE):  # true for a broken link, which is then reported as damage
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
@@ -123,7 +117,7 @@ def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, st
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
         return texts
-    named = {path.stem: _read_text(path, MAX_TEMPLATE_BYTES) for path in files}
+    named = {path.stem: _read_text(path) for path in files}
     if CHAT_TEMPLATE in texts:
         named = {"default": texts[CHAT_TEMPLATE], **named}
     # transformers, too, reads templates that are listed in tokenizer_config.json.
@@ -149,7 +143,7 @@ def read_vocab_and_merges(
     """Read GPT-2's pair of files, and return the content of an equivalent ``tokenizer.json``, in which
     ``<|endoftext|>`` is a special token if the vocabulary has it. Raises DataError."""
     vocab = read_json(Path(vocab_path), error=DataError)
-    lines = _read_text(Path(merges_path), _MAX_MERGES_BYTES).split("\n")
+    lines = _read_text(Path(merges_path)).split("\n")
     merges = []
     for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r")
@@ -235,8 +229,8 @@ def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
-def _read_text(path: Path, max_bytes: int) -> str:
-    content = read_bounded(path, max_bytes, DataError)
+def _read_text(path: Path) -> str:
+    content = read_bounded(path, MAX_JSON_BYTES, DataError)
     try:
         # No newline translation: a merge may contain any character except a space and the file's line ends.
         return content.decode("utf-8")
@@ -265,7 +259,7 @@ def _check(definition: dict[str, Any]) -> None:
         return
     vocab = model["vocab"]
     if wrong := [number for number in vocab.values() if not _is_id(number)]:
-        raise ValueError(f"token ids must be integers from 0 to {_MAX_ID}, not {shown(wrong[0])}")
+        raise ValueError(f"token ids must be integers from 0, not {shown(wrong[0])}")
     if len({*vocab.values()}) != len(vocab):
         raise ValueError("two tokens share an id")
     for left, right in merge_pairs(model):
@@ -275,4 +269,4 @@ def _check(definition: dict[str, Any]) -> None:
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_ID
+    return type(value) is int and value >= 0

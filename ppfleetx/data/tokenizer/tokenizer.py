@@ -367,8 +367,7 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer on ``texts``, with at most ``vocab_size`` tokens. The first special
     token is the end-of-document token. A merge is learned only if its pair occurs at least ``min_frequency``
-    times. The same texts always give the same tokenizer. Raises DataError if ``vocab_size`` is too small or
-    there is no text."""
+    times. The same texts always give the same tokenizer. Raises DataError if ``vocab_size`` is too small."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -386,10 +385,7 @@ def train_tokenizer(
         initial_alphabet=BYTE_CHARACTERS,
         show_progress=False,
     )
-    counted = _Counted(texts)
-    library.train_from_iterator(counted, trainer)
-    if not counted.characters:
-        raise DataError("there is no text to train a tokenizer on")
+    library.train_from_iterator(texts, trainer)
     trained = [list(pair) for pair in json.loads(library.to_str())["model"]["merges"]]
     # Ids are in the order of GPT-2: bytes, merges as they were learned, special tokens.
     vocab = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
@@ -399,14 +395,3 @@ def train_tokenizer(
         vocab[token] = len(vocab)
     definition = make_definition(vocab, trained, list(special_tokens))
     return Tokenizer(definition, eod_token=special_tokens[0], place="the trained tokenizer")
-
-
-class _Counted:
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.characters = 0
-
-    def __iter__(self):
-        for text in self._texts:
-            self.characters += len(text)
-            yield text

@@ -135,10 +135,7 @@ class RequestEvents:
         if self._num_left:
             self._scheduler.cancel(self._work)
 
-    def __aiter__(self) -> AsyncIterator[NewText | Scored | Embedded]:
-        return self._iterate()
-
-    async def _iterate(self) -> AsyncIterator[NewText | Scored | Embedded]:
+    async def __aiter__(self) -> AsyncIterator[NewText | Scored | Embedded]:
         """Yield the request's events until all its continuations are finished. Raises ApiError if the request
         fails or exceeds its time limit, or if the client disconnects."""
         while self._num_left:

@@ -10,9 +10,9 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from ppfleetx.deploy.server.protocol import (
     read_request,
 )
 from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.deploy.server.scheduler_messages import PromptRequest
 from ppfleetx.utils.log import get_logger
 
 _BODY_SECONDS = 30.0
@@ -80,22 +81,18 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "send the body as JSON, with 'Content-Type: application/json'", headers=_CLOSE)
-    too_large = ApiError(
-        413,
-        f"the body is larger than {max_bytes} bytes (Serve.max_body_bytes)",
-        code="body_too_large",
-        headers=_CLOSE,
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise too_large
+                    raise ApiError(
+                        413,
+                        f"the body is larger than {max_bytes} bytes (Serve.max_body_bytes)",
+                        code="body_too_large",
+                        headers=_CLOSE,
+                    )
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s", headers=_CLOSE) from None
     except ClientDisconnect:
@@ -276,22 +273,13 @@ def create_app(service: Service) -> FastAPI:
 async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
     # In a thread, because tokenizing can be slow and would block other clients' streams.
     jobs = await asyncio.to_thread(service.prompts.of_completion, wanted)
-    answer = CompletionAnswer(
-        wanted,
-        jobs,
-        *_named(service, wanted, "cmpl"),
-        echoes=[service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
-        tokenizer=service.tokenizer,
-        end_ids=service.scheduler.end_ids,
-    )
-    return await _answer(service, request, wanted, answer)
+    echoes = [service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else ()
+    return await _answer(service, request, wanted, jobs, partial(CompletionAnswer, echoes=echoes), "cmpl")
 
 
 async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Response:
     jobs = await asyncio.to_thread(service.prompts.of_chat, wanted)
-    named, end_ids = _named(service, wanted, "chatcmpl"), service.scheduler.end_ids
-    answer = ChatAnswer(wanted, jobs, *named, tokenizer=service.tokenizer, end_ids=end_ids)
-    return await _answer(service, request, wanted, answer)
+    return await _answer(service, request, wanted, jobs, ChatAnswer, "chatcmpl")
 
 
 async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -> Response:
@@ -316,13 +304,24 @@ async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
     return JsonResponse(body)
 
 
-def _named(service: Service, wanted: GenerationRequest, kind: str) -> tuple[str, str]:
-    return wanted.model or service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}"
-
-
-async def _answer(service: Service, request: Request, wanted: GenerationRequest, answer: Answer) -> Response:
+async def _answer(
+    service: Service,
+    request: Request,
+    wanted: GenerationRequest,
+    jobs: Sequence[PromptRequest],
+    new_answer: Callable[..., Answer],
+    kind: str,
+) -> Response:
     timeout = service.cfg.request_timeout
-    answering = RequestEvents(service.scheduler, answer.jobs, request.receive, timeout, service.metrics)
+    answer = new_answer(
+        wanted,
+        jobs,
+        wanted.model or service.cfg.model_name,
+        f"{kind}-{secrets.token_hex(12)}",
+        tokenizer=service.tokenizer,
+        end_ids=service.scheduler.end_ids,
+    )
+    answering = RequestEvents(service.scheduler, jobs, request.receive, timeout, service.metrics)
     if wanted.stream:
         return EventStream(answer, answering, timeout)
     async with answering:

@@ -125,10 +125,6 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def must_have_room(self) -> bool:
-        return self.token_limit is not None
-
-    @property
     def num_top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 

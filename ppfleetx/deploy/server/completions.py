@@ -68,10 +68,6 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens
 
     @property
-    def must_have_room(self) -> bool:
-        return "max_tokens" in self.model_fields_set
-
-    @property
     def num_top(self) -> int | None:
         return self.logprobs
 

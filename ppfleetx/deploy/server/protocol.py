@@ -171,7 +171,7 @@ class GenerationRequest(Request, TokenOptions):
     def must_have_room(self) -> bool:
         """Whether to refuse a request if ``token_limit`` new tokens do not fit into the model's positions.
         True if the client set the limit. If False, fewer tokens are generated."""
-        raise NotImplementedError
+        return not self.model_fields_set.isdisjoint(("max_tokens", "max_completion_tokens"))
 
     @property
     def num_top(self) -> int | None:

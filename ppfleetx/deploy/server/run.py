@@ -42,19 +42,17 @@ def check_libraries() -> None:
 def check_generation(cfg: RunConfig) -> None:
     """Raise ConfigError for options that the server does not support, such as an assistant model."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
-        raise ConfigError(
+        raise cfg.error(
+            "Serve.adapters",
             "need a base model without Model.lora: serve the model that they were trained on",
-            key="Serve.adapters",
         )
     if cfg.Serve.model_name in cfg.Serve.adapters:
-        raise ConfigError(
-            "is the base model's name (Serve.model_name)", key="Serve.adapters", value=cfg.Serve.model_name
-        )
+        rule = f"{cfg.Serve.model_name} is the base model's name (Serve.model_name)"
+        raise cfg.error("Serve.adapters", rule)
     if cfg.Generation.assistant_model is not None:
-        raise ConfigError(
+        raise cfg.error(
+            "Generation.assistant_model",
             "the server drafts tokens only from earlier text (Serve.prompt_lookup_num_tokens)",
-            key="Generation.assistant_model",
-            value=cfg.Generation.assistant_model,
         )
 
 
@@ -68,12 +66,7 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
         return None
     if key is None or not key.strip() or not key.isascii():
         reason = "is not set" if key is None else "must be a non-empty ASCII text"
-        raise ConfigError(
-            f"this environment variable {reason}",
-            key="Serve.api_key_env",
-            value=name,
-            place=cfg.origins.get("Serve.api_key_env"),
-        )
+        raise cfg.error("Serve.api_key_env", f"this environment variable {reason}")
     return key.strip()
 
 
@@ -98,13 +91,7 @@ def open_socket(cfg: RunConfig) -> socket.socket:
 
 
 def _address_error(cfg: RunConfig, key: str, error: OSError) -> ConfigError:
-    value = cfg.Serve.host if key == "Serve.host" else cfg.Serve.port
-    return ConfigError(
-        f"cannot listen on {cfg.Serve.host}:{cfg.Serve.port}: {error.strerror}",
-        key=key,
-        value=value,
-        place=cfg.origins.get(key),
-    )
+    return cfg.error(key, f"cannot listen on {cfg.Serve.host}:{cfg.Serve.port}: {error.strerror}")
 
 
 def build_service(

@@ -49,14 +49,12 @@ class ServedModel:
     def clear(self) -> None:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[RunningSequence]()
 
-    def keep(self, kept: Sequence[bool]) -> int:
-        """Keep sequence i in the batch if ``kept[i]`` is true, and remove it otherwise. Returns the number of
-        removed sequences."""
+    def keep(self, kept: Sequence[bool]) -> None:
+        """Keep sequence i in the batch if ``kept[i]`` is true, and remove it otherwise."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)
             self.rows = [self.rows[place] for place in places]
-        return len(kept) - len(places)
 
 
 class Scheduler:
@@ -76,7 +74,7 @@ class Scheduler:
         self.end_ids = end_ids
         self._changed = threading.Condition()  # guards the next four attributes; reentrant
         self._waiting: deque[Waiting] = deque()
-        self._num_rows = 0  # waiting and running sequences
+        self._joining: list[Waiting] = []  # taken from the queue, and not in a batch yet
         self._closing_at: float | None = None
         self._died = False
         self._adapters = adapters or Adapters(model)
@@ -116,15 +114,15 @@ class Scheduler:
                 raise ApiError(503, "the model has failed; see the server's log", code="unhealthy")
             if self._closing_at is not None:
                 raise _closing()
-            if self._num_rows + work.num_rows > self.capacity:
+            num_rows = sum(one.copies for one in (*self._waiting, *self._joining)) + len(self._rows)
+            if num_rows + work.num_rows > self.capacity:
                 raise ApiError(
                     429,
-                    f"{self._num_rows} sequences are waiting or running, of at most {self.capacity} "
+                    f"{num_rows} sequences are waiting or running, of at most {self.capacity} "
                     "(Serve.max_batch_size + Serve.max_waiting); try again later",
                     code="queue_full",
                     headers={"Retry-After": str(_RETRY_SECONDS)},
                 )
-            self._num_rows += work.num_rows
             self._waiting.extend(Waiting(work, job) for job in work.jobs)
             self._show_waiting()
             self._changed.notify()
@@ -179,19 +177,24 @@ class Scheduler:
 
     def _step(self) -> None:
         self._drop_cancelled()
-        admitted = self._admit()
+        self._admit()
         for name, model in self._models.items():
-            joining = admitted if admitted and admitted[0].job.adapter == name else []
-            if joining or model.rows:
+            joins = bool(self._joining) and self._joining[0].job.adapter == name
+            if joins or model.rows:
                 with self._adapters.using(name):
-                    self._step_of(model, joining)
+                    self._step_of(model, joins=joins)
 
-    def _step_of(self, model: ServedModel, admitted: list[Waiting]) -> None:
-        joining = self._score_prompts(admitted)
-        model.rows += [
-            RunningSequence(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)
-        ]
-        model.batch.join([one.job.ids for one in joining], [one.copies for one in joining])
+    def _step_of(self, model: ServedModel, *, joins: bool) -> None:
+        joining = self._score_prompts() if joins else []
+        if joining:
+            model.batch.join([one.job.ids for one in joining], [one.copies for one in joining])
+            with self._changed:
+                model.rows += [
+                    RunningSequence(one, copy, self._tokenizer)
+                    for one in joining
+                    for copy in range(one.copies)
+                ]
+                self._joining = []
         if not model.rows:
             return
         reused = model.prefixes.num_reused
@@ -207,7 +210,8 @@ class Scheduler:
         self._metrics.generated_tokens.labels(model.name).inc(sum(map(len, tokens)))
         self._metrics.steps.labels(model.name).inc()
         model.batch.append(tokens)
-        self._keep(model, [not row.is_finished for row in model.rows])
+        model.keep([not row.is_finished for row in model.rows])
+        self._metrics.running.set(len(self._rows))
         self._metrics.prefix_tokens.set(sum(one.prefixes.num_tokens for one in self._models.values()))
         self._deliver(events)
 
@@ -264,11 +268,11 @@ class Scheduler:
                 scores[place] = replace(score, top=score.top[: rows[place].job.num_top])
         return scores
 
-    def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
+    def _score_prompts(self) -> list[Waiting]:
         """Compute log-probabilities and embeddings for new prompts that ask for them, and send them to the
         clients. Returns the prompts for which tokens must be generated."""
         going_on, events = [], []
-        for one in admitted:
+        for one in self._joining:
             read = self._metrics.prompt_tokens.labels(self._models[one.job.adapter].name)
             try:
                 if one.job.scores_prompt:
@@ -288,23 +292,22 @@ class Scheduler:
                 continue
             rows = range(one.job.first_index, one.job.first_index + one.copies)
             events += [(one.work, NewText(index, "", "length", num_tokens=0)) for index in rows]
-            with self._changed:
-                self._num_rows -= one.copies
+        with self._changed:
+            self._joining = going_on
         self._deliver(events)
         return going_on
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            kept = [one for one in self._waiting if not one.work.cancelled]
-            self._num_rows -= sum(one.copies for one in self._waiting) - sum(one.copies for one in kept)
-            self._waiting = deque(kept)
+            self._waiting = deque(one for one in self._waiting if not one.work.cancelled)
             self._show_waiting()
         for model in self._models.values():
-            self._keep(model, [not row.work.cancelled for row in model.rows])
+            model.keep([not row.work.cancelled for row in model.rows])
+        self._metrics.running.set(len(self._rows))
 
-    def _admit(self) -> list[Waiting]:
-        """Take from the queue the prompts that can join the batch now, and return them in order."""
-        admitted: list[Waiting] = []
+    def _admit(self) -> None:
+        """Take from the queue the prompts that can join a batch now, in order."""
+        admitted = self._joining
         longest, num_rows = 0, len(self._rows)
         with self._changed:
             while self._waiting:
@@ -319,24 +322,14 @@ class Scheduler:
                 num_rows += one.copies
                 admitted.append(self._waiting.popleft())
             self._show_waiting()
-        return admitted
-
-    def _keep(self, model: ServedModel, kept: list[bool]) -> None:
-        dropped = model.keep(kept)
-        if dropped:
-            with self._changed:
-                self._num_rows -= dropped
-        self._metrics.running.set(len(self._rows))
 
     def _fail_step(self, model: ServedModel) -> None:
         """Fail all requests in a model's batch after an error in its step, and give the model an empty
         batch."""
         get_logger().exception("a step of %d sequences has failed", len(model.rows))
         failed = list(dict.fromkeys(row.work for row in model.rows))
-        with self._changed:
-            for work in failed:
-                work.cancelled = True  # so that its waiting prompts do not start
-            self._num_rows -= len(model.rows)
+        for work in failed:
+            work.cancelled = True  # so that its waiting prompts do not start
         model.clear()
         self._metrics.running.set(len(self._rows))
         self._deliver((work, Failed(_failed_step())) for work in failed)
@@ -344,9 +337,9 @@ class Scheduler:
     def _fail_all(self, error: ApiError) -> None:
         with self._changed:
             self._closing_at = self._closing_at or time.monotonic()
-            works = dict.fromkeys([*(one.work for one in self._waiting), *(row.work for row in self._rows)])
+            works = dict.fromkeys(one.work for one in (*self._waiting, *self._joining, *self._rows))
             self._waiting.clear()
-            self._num_rows = 0
+            self._joining = []
             self._show_waiting()
         for model in self._models.values():
             model.clear()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import paddle
 from paddle import _C_ops
 
-from ppfleetx.generation.kv_cache import ROOM
 from ppfleetx.nn.masks import penalty_of
 
 
@@ -44,7 +43,7 @@ class LoopCache:
             is None; and the keys and values of all layers, extended by zeros for ``num_new`` positions.
         """
         num_past = self.past[0].shape[2]
-        memory = _with_room(self.past, num_new)
+        memory = with_room(self.past, num_new)
         penalty = None
         if window is not None:
             columns = paddle.arange(num_past + num_new)
@@ -106,12 +105,8 @@ class PreallocatedCache:
         return self.penalties[window]
 
 
-def preallocated(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Extend the keys and values of all layers by zeros, as room for `ROOM` more positions."""
-    return _with_room(past, ROOM)
-
-
-def _with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
+def with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
+    """Extend the keys and values of all layers by zeros, as room for ``num_columns`` more positions."""
     rows, groups = past[0].shape[:2]
     # Keys and values may differ in head size, but are the same in all layers.
     rooms = [paddle.zeros([rows, groups, num_columns, one.shape[3]], one.dtype) for one in past[:2]]

@@ -13,8 +13,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache
-from ppfleetx.generation.fused_blocks import FusedBlocks, can_fuse, linears_of
+from ppfleetx.generation.fused_blocks import FusedBlocks, Operands, can_fuse, linears_of
 from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.layers import Linear, add_smaller
@@ -146,50 +145,23 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
     return matrices
 
 
-class ProgramBlocks:
-    """All transformer blocks and the final norm as one C++ operation of an exported program."""
-
-    def __init__(self, layers: Sequence[nn.Layer]) -> None:
-        self.fused = FusedBlocks(layers)
-        self.weights: fused_blocks.BlockWeights | None = None
-
-
-def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
+def program_blocks(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
     """Combine ``layers``, the transformer blocks and the final norm, into one C++ operation. Returns None if
     this operation is not compiled or does not support the layers."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
     matrices = [getattr(linear, "matrix", None) for linear in linears]
-    return ProgramBlocks(layers) if all(isinstance(one, QuantizedProgramMatrix) for one in matrices) else None
+    return FusedBlocks(layers) if all(isinstance(one, QuantizedProgramMatrix) for one in matrices) else None
 
 
 @paddle.jit.not_to_static
-def make_weights(blocks: ProgramBlocks | None) -> None:
+def make_weights(blocks: FusedBlocks | None) -> fused_blocks.BlockWeights | None:
     """Add to the program the operations that convert the weights of ``blocks`` to the layout of the C++
-    operation. Call this after :func:`begin`, outside of conditionals and loops. Does nothing if ``blocks`` is
+    operation. Call this after :func:`begin`, outside of conditionals and loops. Returns None if ``blocks`` is
     None."""
-    if blocks is not None:
-        blocks.weights = blocks.fused.make_weights(_add_linear)
+    return None if blocks is None else blocks.make_weights(_operands)
 
 
-def run_blocks(
-    blocks: ProgramBlocks,
-    hidden: paddle.Tensor,
-    position_ids: paddle.Tensor,
-    cache: LoopCache | PreallocatedCache,
-) -> paddle.Tensor:
-    """Run all transformer blocks and the final norm on the hidden states ``[s, b, h]`` of new positions,
-    whose indices are ``[b, s]``. Returns the new hidden states ``[s, b, h]``. ``cache`` provides the keys and
-    values of earlier positions, and gets those of the new positions."""
-    fused = blocks.fused
-    column, penalty, memory = cache.prepare(fused.window, hidden.shape[0])
-    out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)
-    return out
-
-
-def _add_linear(weights: fused_blocks.BlockWeights, linear: nn.Layer) -> bool:
-    matrix: QuantizedProgramMatrix = linear.matrix
-    values, scales = matrix.as_stored
-    weights.add_linear(matrix.stored.panel_format, values, scales, linear.weight.shape[1], linear.bias)
-    return True
+def _operands(linear: ProgramLinear) -> Operands:
+    return linear.matrix.stored.panel_format, *linear.matrix.as_stored

@@ -23,18 +23,16 @@ from paddle import nn
 from paddle.jit.dy2static import convert_call_func, program_translator
 from paddle.static import InputSpec
 
-from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
-from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache, preallocated
+from ppfleetx.deploy.export_dir import BLOCKS_FILE, CPU_OPS_FILE, QUANTIZED_OPS_FILE
+from ppfleetx.deploy.static.cache import LoopCache, PreallocatedCache, with_room
 from ppfleetx.deploy.static.experts import grouped_matrices_of
 from ppfleetx.deploy.static.linear import (
     Matrix,
-    ProgramBlocks,
     QuantizedProgramMatrix,
     begin,
     make_weights,
     matrices_of,
     program_blocks,
-    run_blocks,
     use_panels,
 )
 from ppfleetx.deploy.static.sampling import (
@@ -46,7 +44,9 @@ from ppfleetx.deploy.static.sampling import (
     nucleus_by_buckets,
 )
 from ppfleetx.generation.decoding_session import NextTokenModel
+from ppfleetx.generation.fused_blocks import FusedBlocks
 from ppfleetx.generation.gumbel_sampling import draw
+from ppfleetx.generation.kv_cache import ROOM
 from ppfleetx.generation.logits_processors import (
     forbid,
     is_any_of,
@@ -54,10 +54,10 @@ from ppfleetx.generation.logits_processors import (
     penalize_repetition,
     scatter_by_id,
 )
+from ppfleetx.nn.attention import LatentAttention
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
-from ppfleetx.nn.cpu_ops.compiled import WIDTH
-from ppfleetx.nn.latent_attention import LatentAttention
+from ppfleetx.nn.cpu_ops.fused_blocks import BlockWeights
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def save_program(
             weights = f"{path.name}.pdiparams"
             if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
                 raise RuntimeError("the two programs of an export do not have the same weights")
-            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name(WIDTH)))
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name))
 
 
 def _save(program: GenerationProgram, path: Path) -> None:
@@ -165,7 +165,8 @@ class GenerationProgram(nn.Layer):
                 layer.keep_projections()  # in buffers, which are constants of the program
         self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
         self.grouped = grouped_matrices_of(self.model)
-        self.blocks: ProgramBlocks | None = None
+        self.blocks: FusedBlocks | None = None
+        self.block_weights: BlockWeights | None = None
         self.head: Matrix | None = None
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
@@ -179,12 +180,12 @@ class GenerationProgram(nn.Layer):
     def is_quantized(self) -> bool:
         return any(isinstance(matrix, QuantizedProgramMatrix) for matrix in self.matrices)
 
-    def file_name(self, width: int) -> str:
-        """Return the file name of this program with C++ operators that store matrices in groups of ``width``
-        columns. The name says which C++ operators the program uses."""
+    @property
+    def file_name(self) -> str:
+        """The file name of this program with C++ operators. It says which ones the program uses."""
         if self.blocks is not None:
-            return blocks_file(width)
-        return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
+            return BLOCKS_FILE
+        return QUANTIZED_OPS_FILE if self.is_quantized else CPU_OPS_FILE
 
     def use_cpu_ops(self) -> None:
         """Let the program use our C++ operators where they support the model."""
@@ -212,18 +213,17 @@ class GenerationProgram(nn.Layer):
         # Not in a branch, so that the weights are prepared only once, when the program is loaded.
         begin([*self.matrices, *self.grouped])
         use_panels(self.matrices, [])
-        make_weights(self.blocks)
+        self.block_weights = make_weights(self.blocks)
         step = paddle.zeros([1], "int64")
         length = tokens.shape[1]
         limits = max_new_tokens
         padding = padding.unsqueeze(-1)
         start = padding.astype("int32")
         positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
-        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), LoopCache([]))
-        logits = self._process(logits, tokens, step, end_ids, min_new_tokens, repetition_penalty)
-        token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
         rules = (end_ids, min_new_tokens, repetition_penalty)
         sampling = (exponentials, temperature, top_k, top_p)
+        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), LoopCache([]))
+        token = self._choose(self._process(logits, tokens, step, *rules), step, *sampling)
         # Outside of branches, so that panels are computed only once, when the program is loaded.
         panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
         if tokens.shape[0] > 1:
@@ -256,20 +256,18 @@ class GenerationProgram(nn.Layer):
                 original matrices are used.
         """
         use_panels(self.matrices, panels)
-        end_ids, min_new_tokens, repetition_penalty = rules
-        exponentials, temperature, top_k, top_p = sampling
+        end_ids = rules[0]
         length = tokens.shape[1]
         step = paddle.zeros([1], "int64")
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
         finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1)
         while paddle.logical_not(finished.all()):
-            past = preallocated(past)
+            past = with_room(past, ROOM)
             end = past[0].shape[2]
             while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
                 logits, past = self._append(token, past, length + step, padding)
                 step = step + 1
-                logits = self._process(logits, history, step, end_ids, min_new_tokens, repetition_penalty)
-                token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
+                token = self._choose(self._process(logits, history, step, *rules), step, *sampling)
                 history = paddle.concat([history, token.unsqueeze(-1)], axis=1)
                 is_last = paddle.logical_or(is_any_of(token, end_ids), limits <= step + 1)
                 finished = paddle.logical_or(finished, is_last)
@@ -373,8 +371,7 @@ class GenerationProgram(nn.Layer):
         step = paddle.full([1], step, "int64")
         position = paddle.full([1, 1], history.shape[0] - 1, "int64")
         logits, past = self._run_model((history[-1:].unsqueeze(0), position), LoopCache(past))
-        logits = self._process(logits, history.unsqueeze(0), step, *rules)
-        return self._choose(logits, step, *sampling), past
+        return self._choose(self._process(logits, history.unsqueeze(0), step, *rules), step, *sampling), past
 
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | PreallocatedCache, last_only: bool = True
@@ -391,7 +388,7 @@ class GenerationProgram(nn.Layer):
         position_ids = state[1]
         state = embedding(state, cache)
         if self.blocks is not None and cache.past:
-            hidden = run_blocks(self.blocks, state[0], position_ids, cache)
+            hidden, cache.extended = self.blocks.run_with(self.block_weights, state[0], position_ids, cache)
         else:
             for stage in trunk:
                 state = stage(state, cache)

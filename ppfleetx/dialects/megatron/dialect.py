@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
@@ -13,7 +14,7 @@ from ppfleetx.config.reading.parse import read_yaml, shown_path
 from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
 from ppfleetx.dialects.megatron import network_rules, training_rules
 from ppfleetx.dialects.megatron.expert_rules import experts
-from ppfleetx.dialects.megatron.parallel_rules import plan_rule, recomputation
+from ppfleetx.dialects.megatron.parallel_rules import plan, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
@@ -38,26 +39,25 @@ ALL_KEYS = KeyTable([key for keys in TABLES.values() for key in keys], normal_na
 OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepspeed" for key in keys)
 
 
-def rules(world_size: int | None) -> list[Rule]:
-    """Return the rules for options that depend on each other. Later rules use the results of earlier ones."""
-    return [
-        network_rules.required,
-        network_rules.network,
-        experts,
-        network_rules.vocabulary,
-        network_rules.data,
-        training_rules.batches,
-        training_rules.lengths,
-        training_rules.device,
-        training_rules.precision,
-        training_rules.optimizer,
-        training_rules.schedule,
-        training_rules.checkpoints,
-        training_rules.profiler,
-        training_rules.logs_rule("megatron_log", interval=100),
-        plan_rule(world_size),
-        recomputation,
-    ]
+RULES: tuple[Rule, ...] = (
+    network_rules.required,
+    network_rules.network,
+    experts,
+    network_rules.vocabulary,
+    network_rules.data,
+    training_rules.batches,
+    training_rules.lengths,
+    training_rules.device,
+    training_rules.precision,
+    training_rules.optimizer,
+    training_rules.schedule,
+    training_rules.checkpoints,
+    training_rules.profiler,
+    partial(training_rules.logs, callback="megatron_log", interval=100),
+    plan,
+    recomputation,
+)
+"""The rules for options that depend on each other. Later rules use the results of earlier ones."""
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
@@ -76,7 +76,7 @@ def of_given(given: Iterable[UserOption], place: str, world_size: int | None) ->
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:
         given += given_in_file(Path(str(one.value)), f"{_DEEPSPEED}.", named=one)
-    return translate(TITLE, place, given, ALL_KEYS, rules(world_size))
+    return translate(TITLE, place, given, ALL_KEYS, RULES, world_size)
 
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:

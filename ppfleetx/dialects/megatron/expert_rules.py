@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from ppfleetx.dialects.key_tables import choice, integer, number
 from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.translation import Translation
 
@@ -17,13 +18,12 @@ _DEEPSPEED = (
 )  # fmt: skip
 """Arguments that exist only in Megatron-DeepSpeed."""
 _LOSSES = {"aux_loss": "switch", "seq_aux_loss": "sequence", "global_aux_loss": "switch", "none": "none"}
-_MAX_PATTERN = 10_000
 
 
 def experts(run: Translation) -> None:
     """Translate Megatron's mixture-of-experts arguments, including the parallel degrees of experts."""
-    number = _num_experts(run)
-    if number < 2:
+    experts_of_layer = run.read("num_experts", 0, _same_number)
+    if experts_of_layer < 2:
         for key in [key for key in run.native if key.startswith("Model.moe.")]:
             del run.native[key]
         if idle := [name for name in run.given if name.startswith("moe_")]:
@@ -31,7 +31,7 @@ def experts(run: Translation) -> None:
                 f"the network is dense (no num_experts), so these have no effect: {', '.join(idle)}"
             )
         return
-    run.put("Model.moe.num_experts", number, "num_experts")
+    run.put("Model.moe.num_experts", experts_of_layer, "num_experts")
     is_deepspeed = any(name in run for name in _DEEPSPEED)
     _layers(run, is_deepspeed)
     _widths(run)
@@ -41,15 +41,11 @@ def experts(run: Translation) -> None:
     _degrees(run, is_deepspeed)
 
 
-def _num_experts(run: Translation) -> int:
-    value = run.value("num_experts", 0)
-    numbers = set(value if isinstance(value, list) else [value])
-    if len(numbers) != 1:
-        raise run.error("num_experts", "must be the same number for all layers")
-    (number,) = numbers
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise run.error("num_experts", "must be an integer of at least 0")
-    return number
+def _same_number(value: Any) -> int:
+    values = value if isinstance(value, list) else [value]
+    if len({*values}) != 1:
+        raise ValueError("must be the same number for all layers")
+    return integer(values[0], least=0)
 
 
 def _layers(run: Translation, is_deepspeed: bool) -> None:
@@ -80,7 +76,7 @@ def _expert_layers(run: Translation, total: int) -> list[int]:
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
             value = _list_of(ast.parse(value.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError):
             rule = "must be an integer, or lists of 0 and 1 with + and *, as in ([0]*1+[1]*26)"
             raise run.error("moe_layer_freq", rule) from None
     if isinstance(value, list):
@@ -101,9 +97,7 @@ def _list_of(node: ast.expr) -> list[int]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _list_of(left) + _list_of(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            part, times = _list_of(left), _number_of(right)
-            if len(part) * times <= _MAX_PATTERN:
-                return part * times
+            return _list_of(left) * _number_of(right)
     raise ValueError("not a sum of lists")
 
 
@@ -117,13 +111,13 @@ def _widths(run: Translation) -> None:
     width = run.integer("moe_ffn_hidden_size", least=1)
     shared = run.integer("moe_shared_expert_intermediate_size", least=1)
     names = ["moe_shared_expert_intermediate_size"]
-    if number := run.integer("n_shared_experts", 0, least=0):
+    if count := run.integer("n_shared_experts", 0, least=0):
         names = ["n_shared_experts", "moe_ffn_hidden_size"]
         if width is None:
             raise run.error("n_shared_experts", "needs moe_ffn_hidden_size, the width of each")
-        if shared not in (None, number * width):
+        if shared not in (None, count * width):
             raise run.conflict((names[0], "moe_shared_expert_intermediate_size"), "widths differ")
-        shared = number * width
+        shared = count * width
     if shared is None:
         return
     run.put("Model.moe.shared_experts.ffn_size", shared, *names)
@@ -167,15 +161,12 @@ def _groups(run: Translation, top_k: int) -> None:
 
 def _losses(run: Translation, is_deepspeed: bool) -> None:
     name = "moe_loss_coeff" if is_deepspeed else "moe_aux_loss_coeff"
-    weight = _only_one(run, name, 0.1 if is_deepspeed else 0.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
-        raise run.error(name, "must be a number of at least 0")
+    default = 0.1 if is_deepspeed else 0.0
+    weight = run.read(name, default, lambda value: number(_only_one(value), least=0.0))
     kinds = "moe_router_load_balancing_type"
-    kind = _only_one(run, kinds, "aux_loss")
-    if kind not in _LOSSES:
-        raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not supported")
-    top_k = run.integer("topk", 1)
-    loss = ("gshard" if top_k > 1 else "switch") if is_deepspeed else _LOSSES[kind]
+    loss = run.read(kinds, "switch", lambda value: choice(_LOSSES)(_only_one(value)))
+    if is_deepspeed:
+        loss = "gshard" if run.integer("topk", 1) > 1 else "switch"
     if run.flag("seq_aux", False):
         loss = "sequence"
     if not weight or loss == "none":
@@ -190,13 +181,11 @@ def _losses(run: Translation, is_deepspeed: bool) -> None:
         )
 
 
-def _only_one(run: Translation, name: str, default: Any) -> Any:
-    value = run.value(name, default)
-    if not isinstance(value, list):
-        return value
-    if len(value) != 1:
-        raise run.error(name, "must name one balancing loss; several at once are not supported")
-    return value[0]
+def _only_one(value: Any) -> Any:
+    values = value if isinstance(value, list) else [value]
+    if len(values) != 1:
+        raise ValueError("must name one balancing loss; several at once are not supported")
+    return values[0]
 
 
 def _capacity(run: Translation, is_deepspeed: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.data import split_shares
 from ppfleetx.config.sections.rope import LLAMA3
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.dialects.user_options import UserOption, weighted_corpora
@@ -19,7 +20,6 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 # Vocabulary size by file name, assumed if the vocabulary file does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
-_ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu")} | {"squared_relu": "relu2"}
 
 
 def required(run: Translation) -> None:
@@ -80,23 +80,10 @@ def _latent_heads(run: Translation) -> None:
 
 
 def _positions(run: Translation) -> None:
-    switches = {"use_rotary_position_embeddings": "rope", "use_alibi_position_embeddings": "alibi"}
-    names = ("position_embedding_type", *switches, "no_position_embedding")
-    if run.value("position_embedding_type") in ("yarn", "mrope", "relative"):
-        raise run.error(
-            "position_embedding_type",
-            "must be learned_absolute, rope, alibi or none; stretched rotary positions are "
-            "rotary_seq_len_interpolation_factor or use_rope_scaling",
-        )
-    kind = run.choice("position_embedding_type", ("learned_absolute", "rope", "alibi", "none"))
-    kinds = {kind, *(switches[name] for name in switches if run.flag(name, False))} - {None}
-    if len(kinds) > 1:
-        raise run.conflict(names, f"{' and '.join(sorted(kinds))} positions contradict each other")
-    kind = kinds.pop() if kinds else None
-    if kind not in switches.values() and run.flag("no_position_embedding", False):
-        kind = "none"
-    if kind is not None:
-        run.put("Model.position_embedding_type", kind, *names)
+    key = "Model.position_embedding_type"
+    kind = run.native[key].value if key in run.native else None
+    if kind not in ("rope", "alibi") and run.flag("no_position_embedding", False):
+        run.replace(key, "none", "position_embedding_type", "no_position_embedding")
     if run.flag("use_alibi_position_embeddings", False) and not run.flag("no_query_key_layer_scaling", False):
         # With layer scaling, Megatron divides the QK products by the layer number, adds ALiBi, and multiplies
         # the sum by the layer number.
@@ -147,18 +134,8 @@ def _rope_scaling(run: Translation) -> None:
 
 
 def _activation(run: Translation) -> None:
-    names = ("swiglu", "squared_relu", "openai_gelu", "hidden_act")
-    chosen = {
-        name: act for name, act in zip(names, ("swiglu", "relu2", "gelu"), strict=False) if run.flag(name)
-    }
-    if "hidden_act" in run:
-        chosen["hidden_act"] = _ACTS[run.choice("hidden_act", _ACTS)]
-    if len(set(chosen.values())) > 1:
-        raise run.conflict(tuple(chosen), "there is one activation; give one of these")
-    for name, act in chosen.items():
-        run.put("Model.hidden_act", act, name)
     unfused = ("no_bias_gelu_fusion", "disable_bias_linear")
-    if not chosen and any(run.flag(name, False) for name in unfused):
+    if "Model.hidden_act" not in run.native and any(run.flag(name, False) for name in unfused):
         why = "where bias and GeLU are not fused, Megatron's GeLU is the exact one"
         run.put("Model.hidden_act", "gelu_exact", *unfused, why=why)
 
@@ -211,7 +188,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[UserOption],
             place=run.place,
         )
     path, one = Path(run.text(name)), run.given[name]
-    file = path / "tokenizer.json" if _is_directory(path) else path
+    file = path / "tokenizer.json" if path.is_dir() else path
     if not os.path.lexists(file) and file.name in _GPT2_WORDS:
         run.notes.append(f"{file} does not exist: GPT-2's {_GPT2_WORDS[file.name]} tokens are assumed")
         return _GPT2_WORDS[file.name], [one], "GPT-2's"
@@ -264,10 +241,9 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 def _evaluation_share(split: str) -> float:
     """Return the second number of Megatron's ``split``, which is the share of the evaluation data."""
     try:
-        numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+        return (*split_shares(split), 0.0, 0.0)[1]
     except ValueError:
         return 1.0  # not a list of numbers: the loader refuses it later, and names the same place
-    return (*numbers, 0.0, 0.0)[1]
 
 
 def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None]:
@@ -277,17 +253,11 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
         raise run.error(name, "names no corpus")
     prefixes, weights = weighted_corpora(words)
     for prefix in prefixes:
-        if _is_directory(Path(prefix)):
+        if Path(prefix).is_dir():
             raise run.error(
                 name, f"{prefix} is a directory; name the pair of files in it without .bin or .idx"
             )
     return prefixes, weights
-
-
-def _is_directory(path: Path) -> bool:
-    """Return whether ``path`` is a directory. For a name that no file can have, return False instead of
-    raising an error."""
-    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
 def highest_id(file: Path, one: UserOption) -> int:

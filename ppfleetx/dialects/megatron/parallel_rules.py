@@ -13,26 +13,20 @@ from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
-from ppfleetx.dialects.translation import Rule, Translation
+from ppfleetx.dialects.translation import Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
-_MAX_COUNTS = 10_000
 
 
-def plan_rule(world_size: int | None) -> Rule:
-    """Return the rule that translates Megatron's parallel degrees, pipeline stages and sharding.
-    ``world_size`` is the number of processes; None if unknown."""
-
-    def plan(run: Translation) -> None:
-        if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
-            raise run.conflict(("no_pipeline_parallel", PIPELINE), "without a pipeline there is one stage")
-        if run.flag("sequence_parallel", False) and run.integer(TENSOR, 1, least=1) > 1:
-            run.put("Model.sequence_parallel", True, "sequence_parallel")
-        _context(run)
-        _chunks(run)
-        _sharding(run, world_size)
-
-    return plan
+def plan(run: Translation) -> None:
+    """Translate Megatron's parallel degrees, pipeline stages and sharding."""
+    if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
+        raise run.conflict(("no_pipeline_parallel", PIPELINE), "without a pipeline there is one stage")
+    if run.flag("sequence_parallel", False) and run.integer(TENSOR, 1, least=1) > 1:
+        run.put("Model.sequence_parallel", True, "sequence_parallel")
+    _context(run)
+    _chunks(run)
+    _sharding(run)
 
 
 def _context(run: Translation) -> None:
@@ -151,7 +145,7 @@ def _virtual(run: Translation, stages: int, layers: int, rows: list[list[int]] |
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def _sharding(run: Translation, world_size: int | None) -> None:
+def _sharding(run: Translation) -> None:
     stages = {name: run.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in run}
     if run.flag("use_torch_fsdp2", False):
         stages["use_torch_fsdp2"] = 3
@@ -172,7 +166,7 @@ def _sharding(run: Translation, world_size: int | None) -> None:
     if stage == 0:
         return
     origins = run.origins(*names)
-    replicas = _replicas(run, world_size)
+    replicas = _replicas(run)
     run.put("Distributed.sharding.sharding_stage", stage, *origins)
     if replicas is None:
         run.notes.append(
@@ -180,7 +174,7 @@ def _sharding(run: Translation, world_size: int | None) -> None:
             "give Distributed.sharding.sharding_degree (and dp_degree 1), or the number of processes"
         )
         return
-    run.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {world_size} processes")
+    run.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {run.world_size} processes")
     run.put("Distributed.dp_degree", 1, *origins, why="every replica holds a share")
     if offload and replicas > 1:
         run.put("Distributed.sharding.sharding_offload", True, offload)
@@ -195,17 +189,17 @@ def _offload(run: Translation) -> str | None:
     return f"{_ZERO}.cpu_offload" if run.flag(f"{_ZERO}.cpu_offload", False) else None
 
 
-def _replicas(run: Translation, world_size: int | None) -> int | None:
+def _replicas(run: Translation) -> int | None:
     names = (TENSOR, "model_parallel_size", PIPELINE, "context_parallel_size")
     model = math.prod(run.integer(name, 1, least=1) for name in names)
-    if world_size is None:
+    if run.world_size is None:
         return None
-    if world_size % model:
+    if run.world_size % model:
         raise run.conflict(
             [name for name in names if run.integer(name, 1) > 1],
-            f"tensor x pipeline x context = {model} processes do not divide the {world_size} of the job",
+            f"tensor x pipeline x context = {model} processes do not divide the {run.world_size} of the job",
         )
-    return world_size // model
+    return run.world_size // model
 
 
 def recomputation(run: Translation) -> None:
@@ -280,14 +274,12 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
     layers, stages = of("Model.num_layers", 1), of("Distributed.pp_degree", 1)
     virtual, rows = of("Model.virtual_pp_degree", 1), of("Distributed.pp_layers", None)
-    if type(layers) is not int or type(stages) is not int or stages < 1 or layers < 1:
-        return [0]  # the configuration refuses these types later
     if rows is not None:
         return [number for row in rows for number in (row if isinstance(row, list) else [row])]
     empty = of("Distributed.noop_layers", None)
     shared = DistributedConfig.model_construct(pp_degree=stages, pp_layers=None, noop_layers=empty)
     given = shared.layers_of_chunks(layers, virtual)
-    return list(given) if given else [layers // (stages * virtual)] * min(stages * virtual, _MAX_COUNTS)
+    return list(given) if given else [layers // (stages * virtual)] * (stages * virtual)
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
@@ -322,8 +314,7 @@ def _counts(run: Translation, name: str) -> list[list[int]] | None:
         value = [value]
     rows = value if isinstance(value, list) and all(isinstance(row, list) for row in value) else [value]
     if not all(
-        isinstance(row, list) and all(type(number) is int and 0 <= number <= _MAX_COUNTS for number in row)
-        for row in rows
+        isinstance(row, list) and all(type(number) is int and number >= 0 for number in row) for row in rows
     ) or not any(rows):
         rule = "must be a list of numbers, or a list of such lists, e.g. [[4,4],[4,2]]"
         raise run.error(name, rule)

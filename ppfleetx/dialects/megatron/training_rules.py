@@ -8,7 +8,7 @@ import math
 import os
 
 from ppfleetx.config.batch_sizes import BatchPlan, Ramp
-from ppfleetx.dialects.translation import Rule, Translation
+from ppfleetx.dialects.translation import Translation
 from ppfleetx.dialects.user_options import UserOption
 from ppfleetx.utils.device_support import CPU, GPU, NPU, device_for_recipe, expected_device
 
@@ -25,18 +25,14 @@ _FP16 = "deepspeed_config.fp16"
 _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
-def logs_rule(log: str, *, interval: int) -> Rule:
-    """Return the rule that turns on log lines in the toolkit's own format, written by the callback ``log``.
-    ``interval`` is the toolkit's default of ``log_interval``."""
-
-    def logs(run: Translation) -> None:
-        run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
-        run.put("Engine.callbacks", ["default", log], why="its own log lines beside ours")
-        workers = run.integer("num_workers", least=0)
-        if workers is not None and "Data.Eval.dataset.input_dir" in run.native:
-            run.put("Data.Eval.loader.num_workers", workers, "num_workers")
-
-    return logs
+def logs(run: Translation, *, callback: str, interval: int) -> None:
+    """Turn on log lines in the toolkit's own format, written by ``callback``. ``interval`` is the toolkit's
+    default of ``log_interval``."""
+    run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
+    run.put("Engine.callbacks", ["default", callback], why="its own log lines beside ours")
+    workers = run.integer("num_workers", least=0)
+    if workers is not None and "Data.Eval.dataset.input_dir" in run.native:
+        run.put("Data.Eval.loader.num_workers", workers, "num_workers")
 
 
 def batches(run: Translation) -> None:
@@ -224,13 +220,6 @@ def schedule(run: Translation) -> None:
         _in_samples(run)
     else:
         _in_steps(run)
-    names = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
-    chosen = [name for name in names if run.flag(name, False)]
-    if len(chosen) > 1:
-        raise run.conflict(names, "the schedule of the checkpoint or that of the arguments holds, not both")
-    for name in chosen:
-        which = "checkpoint" if name == names[0] else "config"
-        run.put("Engine.save_load.lr_schedule", which, name)
 
 
 def _in_samples(run: Translation) -> None:
@@ -242,7 +231,7 @@ def _in_samples(run: Translation) -> None:
             rule = f"counts steps, of different sizes here: give --{name.replace('_', '-')[:-5]}samples"
             raise run.conflict((name, _RAMP), rule)
     run.put(f"{prefix}.unit", "sample", _RAMP)
-    decay = next(name for name in ("lr_decay_samples", "train_samples") if name in run)
+    decay = run.first("lr_decay_samples", "train_samples")
     run.put(f"{prefix}.decay_steps", run.integer(decay, least=1), decay)
     warmup = run.integer("lr_warmup_samples", least=0)
     run.put(f"{prefix}.warmup_steps", warmup or None, "lr_warmup_samples")
@@ -303,13 +292,8 @@ def checkpoints(run: Translation) -> None:
 
 
 def profiler(run: Translation) -> None:
-    """Translate Megatron's options for the profiler: which steps it records, and in what detail."""
+    """Translate the options that say which steps the profiler records."""
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False) or any(name in run for name in names):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
         run.put("Profiler.scheduler", steps, *names)
-    level = run.choice("profile_level", ("level0", "level1", "level2", 0, 1, 2))
-    if level is not None:
-        number = int(str(level)[-1])
-        run.put("Profiler.record_shapes", number > 0, "profile_level")
-        run.put("Profiler.detailed", number > 1, "profile_level")

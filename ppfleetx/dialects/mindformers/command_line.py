@@ -142,7 +142,7 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
         chain: paths of the files that include this one, to find cycles.
         entry: the key, value and place that named the file, for error messages.
     """
-    here = os.path.realpath(path) if "\0" not in str(path) else str(path)
+    here = os.path.realpath(path)
     if here in chain:
         raise ConfigError("the base files include each other", **entry)
     tree = read_yaml(path, is_ours=False, **entry)

@@ -18,6 +18,7 @@ from ppfleetx.dialects.translation import Translation, translate
 from ppfleetx.dialects.user_options import given_in, without_launcher
 from ppfleetx.utils.device_support import CPU, GPU, NPU, device_for_recipe, expected_device
 
+_MODEL = "model.model_config"
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
 _TYPES = ("float32", "float16", "bfloat16")
 _DECIDING = ("num_experts_chosen", "aux_loss_factor", "capacity_factor", "norm_topk_prob")
@@ -62,23 +63,20 @@ def _memory_limit(run: Translation, *, has_limit: bool) -> None:
 
 
 def _precision(run: Translation, on_cpu: bool) -> None:
-    softmax_names = [f"model.model_config.softmax_{word}" for word in ("compute_type", "dtype")]
-    names = [
-        "model.model_config.compute_dtype",
-        next(filter(run.__contains__, softmax_names), softmax_names[1]),
-    ]
-    compute, softmax = (run.choice(name, _TYPES, "float32") for name in names)
-    if names[0] not in run:
-        compute = "float16"  # the default of GPT2Config
-    weights_key = "model.model_config.param_init_type"
+    compute_key, weights_key = f"{_MODEL}.compute_dtype", f"{_MODEL}.param_init_type"
+    compute = run.choice(compute_key, _TYPES, "float16")  # the default of GPT2Config
     weights = run.choice(weights_key, _TYPES, "float32")
-    run.put("Model.softmax_in_fp32", softmax == "float32", names[1])
+    softmax_key = run.first(f"{_MODEL}.softmax_compute_type", f"{_MODEL}.softmax_dtype")
+    softmax = run.choice(softmax_key, _TYPES, "float32")
+    run.put("Model.softmax_in_fp32", softmax == "float32", softmax_key)
     if compute == "float32":
         if weights != "float32":
-            raise run.conflict((weights_key, names[0]), "weights in 16 bits need a compute_dtype of 16 bits")
-        run.put("Engine.mix_precision.enable", False, names[0])
+            raise run.conflict(
+                (weights_key, compute_key), "weights in 16 bits need a compute_dtype of 16 bits"
+            )
+        run.put("Engine.mix_precision.enable", False, compute_key)
         return
-    run.put_precision(compute, names[0], on_cpu=on_cpu)
+    run.put_precision(compute, compute_key, on_cpu=on_cpu)
     run.put("Engine.mix_precision.level", "O2", weights_key, why="float32 masters")
     run.put("Engine.mix_precision.hysteresis", 1, why="DynamicLossScaleUpdateCell halves at each overflow")
 
@@ -201,7 +199,7 @@ def _degrees_for_generation(run: Translation, data: int, model: int, stages: int
 
 def _uneven_stages(run: Translation, stages: int) -> None:
     layers = run.integer("model.model_config.num_layers", least=1)
-    if layers is None or layers > 10_000 or layers % stages == 0:
+    if layers is None or layers % stages == 0:
         return
     per_stage = max((layers + 1) // stages, 1)  # MindFormers counts the head as one layer
     counts = [0] * stages
@@ -233,7 +231,6 @@ def batch(run: Translation) -> None:
         )
 
 
-_MODEL = "model.model_config"
 _TEXT_FILES = (".txt", ".tokens", ".raw", ".text")
 _CHECKPOINT_KEYS = ("resume_or_finetune_checkpoint", "load_checkpoint")
 _ALWAYS = {
@@ -252,17 +249,14 @@ def network(run: Translation) -> None:
     GPT-2 of MindFormers, such as learned positions."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
-    width_key = next(
-        (f"{_MODEL}.{name}" for name in ("embedding_size", "hidden_size") if f"{_MODEL}.{name}" in run),
-        None,
-    )
+    width_key = run.first(f"{_MODEL}.embedding_size", f"{_MODEL}.hidden_size")
     ratio_key = f"{_MODEL}.expand_ratio"
-    if width_key is not None:
+    if width_key in run:
         width = run.integer(width_key, least=1) * run.integer(ratio_key, 4, least=1)
         run.put("Model.ffn_hidden_size", width, width_key, ratio_key, why="width x expand_ratio")
     length_key, positions_key = f"{_MODEL}.seq_length", f"{_MODEL}.max_position_embeddings"
     length = run.integer(length_key, 1024, least=1)
-    key = positions_key if positions_key in run else length_key
+    key = run.first(positions_key, length_key)
     run.put("Model.max_position_embeddings", run.integer(key, length, least=1), key)
 
 
@@ -349,9 +343,7 @@ def length(run: Translation) -> None:
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
     kind, end_key = run.value("lr_schedule.type", "polynomial"), "lr_schedule.lr_end"
-    rate_key = (
-        "lr_schedule.learning_rate" if "lr_schedule.learning_rate" in run else "optimizer.learning_rate"
-    )
+    rate_key = run.first("lr_schedule.learning_rate", "optimizer.learning_rate")
     run.put("Optimizer.lr.max_lr", run.number(rate_key), rate_key)
     ratio_key, steps_key = "lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"
     if ratio_key in run:

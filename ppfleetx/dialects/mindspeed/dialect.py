@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
@@ -16,7 +17,7 @@ from ppfleetx.dialects.megatron import network_rules, training_rules
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, TABLES
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.network_rules import TENSOR
-from ppfleetx.dialects.megatron.parallel_rules import plan_rule, recomputation
+from ppfleetx.dialects.megatron.parallel_rules import plan, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
@@ -43,11 +44,13 @@ _SECTIONS = {
 _PREFIXES = ("train_config.ms_training_config.", "train_config.")
 
 
+_OWN_NAMES = [key.name for key in OWN]
 ALIASES: dict[str, str] = {
-    f"{section}.{key.name}": key.name
+    name: key.name
     for section, tables in _SECTIONS.items()
     for table in tables.split()
     for key in TABLES[table]
+    if (name := f"{section}.{key.name}") not in _OWN_NAMES
 } | _FILE["aliases"]
 """Maps dotted option names of MindSpeed-Core-MS to the Megatron arguments with the same meaning."""
 
@@ -67,18 +70,10 @@ class _Names(KeyTable):
     """A key table with the options of MindSpeed-Core-MS and of Megatron. An option in a section of the file
     has its MindSpeed-Core-MS name. An option outside the sections has Megatron's name."""
 
-    def __init__(self) -> None:
-        own = {key.name for key in OWN}
-        super().__init__([*OWN, *ALL_KEYS.keys])
-        self._names = [*own, *(name for name in ALIASES if name not in own)]
-        self._own = own
+    _names = (*_OWN_NAMES, *ALIASES)
 
     def find(self, name: str) -> Key | None:
-        name = plain(name)
-        if name in self._own:
-            return super().find(name)
-        if name in ALIASES:
-            return super().find(ALIASES[name])
+        name = ALIASES.get(plain(name), plain(name))
         return super().find(name) or (None if "." in name else super().find(normal_name(name)))
 
     def is_block(self, name: str) -> bool:
@@ -87,20 +82,18 @@ class _Names(KeyTable):
         return in_train or super().is_block(name) or any(one.startswith(prefix) for one in self._names)
 
     def nearest(self, name: str) -> str:
-        return nearest_names(plain(name), self._names)
+        return nearest_names(plain(name), list(self._names))
 
 
-TABLE = _Names()
+TABLE = _Names([*OWN, *ALL_KEYS.keys])
 
 
 def documented() -> dict[str, KeyTable]:
     """Return the key tables for the documentation page, one for each section of the YAML file. They have
     Megatron's options under their MindSpeed-Core-MS names, and options that only MindSpeed-Core-MS has."""
     groups: dict[str, list[Key]] = {}
-    own = {key.name: key for key in OWN}
-    for name in [*(name for name in ALIASES if name not in own), *own]:
-        key = own.get(name) or replace(ALL_KEYS.find(ALIASES[name]), name=name)
-        groups.setdefault(name.split(".")[0], []).append(key)
+    for key in [*(replace(ALL_KEYS.find(theirs), name=name) for name, theirs in ALIASES.items()), *OWN]:
+        groups.setdefault(key.name.split(".")[0], []).append(key)
     return {name: KeyTable(keys) for name, keys in groups.items()}
 
 
@@ -116,7 +109,8 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
     _refuse_two_answers(given)
     given += given_arguments(argv, FLAGS, MANY)
     given += _implied(given)
-    return translate(TITLE, shown_path(path), given, TABLE, _rules(world_size or world_of(os.environ)))
+    world_size = world_size or world_of(os.environ)
+    return translate(TITLE, shown_path(path), given, TABLE, _RULES, world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
@@ -142,28 +136,6 @@ def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
-def _rules(world_size: int | None) -> list[Rule]:
-    return [
-        network_rules.required,
-        _network,
-        network_rules.network,
-        experts,
-        network_rules.vocabulary,
-        network_rules.data,
-        training_rules.batches,
-        training_rules.device,
-        training_rules.precision,
-        _precision,
-        training_rules.optimizer,
-        training_rules.schedule,
-        _checkpoints,
-        training_rules.profiler,
-        training_rules.logs_rule("mindspeed_log", interval=1),
-        plan_rule(world_size),
-        recomputation,
-    ]
-
-
 def _refuse_two_answers(given: Sequence[UserOption]) -> None:
     """Raise ConfigError if the file gives an option two different values, under two names of the option."""
     seen: dict[str, UserOption] = {}
@@ -172,11 +144,8 @@ def _refuse_two_answers(given: Sequence[UserOption]) -> None:
             continue
         earlier = seen.setdefault(ALIASES.get(plain(one.key), plain(one.key)), one)
         if earlier.value != one.value:
-            raise ConfigError(
-                f"contradicts {earlier.key} = {shown(earlier.value)} ({earlier.place}); give one of them",
-                key=one.key,
-                value=one.value,
-                place=one.place,
+            raise one.error(
+                f"contradicts {earlier.key} = {shown(earlier.value)} ({earlier.place}); give one of them"
             )
 
 
@@ -210,7 +179,6 @@ DIALECT = Dialect(
 
 _NORMS = ("rmsnorm", "layernorm")
 _FUSED = ("flash_attention", "rope", "swiglu", "masked_softmax", "gradient_accumulation", *_NORMS)
-_FLOAT32 = ("float32", "fp32")
 _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -238,11 +206,7 @@ def _attention(run: Translation) -> None:
 
 
 def _precision(run: Translation) -> None:
-    softmax, residual, fused = (
-        f"{PRECISION}.{name}" for name in ("softmax_compute_dtype", "residual-connection", "fused_operators")
-    )
-    if softmax in run:
-        run.put("Model.softmax_in_fp32", run.text(softmax) in _FLOAT32, softmax)
+    residual, fused = (f"{PRECISION}.{name}" for name in ("residual-connection", "fused_operators"))
     dtype = run.native.get("Engine.mix_precision.dtype")
     if residual in run and dtype is not None:
         written = run.text(residual)
@@ -275,3 +239,24 @@ def _checkpoints(run: Translation) -> None:
         run.put(f"{prefix}.resume", True, *origins)
     else:
         run.put(f"{prefix}.ckpt_dir", load, *origins)
+
+
+_RULES: tuple[Rule, ...] = (
+    network_rules.required,
+    _network,
+    network_rules.network,
+    experts,
+    network_rules.vocabulary,
+    network_rules.data,
+    training_rules.batches,
+    training_rules.device,
+    training_rules.precision,
+    _precision,
+    training_rules.optimizer,
+    training_rules.schedule,
+    _checkpoints,
+    training_rules.profiler,
+    partial(training_rules.logs, callback="mindspeed_log", interval=1),
+    plan,
+    recomputation,
+)

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.parse import shown_path
 from ppfleetx.dialects.key_tables import KeyTable, read_file, tables_of
+from ppfleetx.dialects.megatron.training_rules import profiler
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Rule, Translation, translate
 from ppfleetx.dialects.user_options import (
@@ -69,7 +71,7 @@ def network(run: Translation) -> None:
     _unless(run, "Model.hidden_dropout_prob", run.number(hidden, default), hidden)
     _unless(run, "Model.embedding_dropout_prob", run.number(embedded), embedded)
     names = (f"{CONFIG}.attn_pdrop", f"{CONFIG}.attention_dropout")
-    attention = next((run.number(name) for name in names if name in run), default)
+    attention = run.number(run.first(*names), default)
     _unless(run, "Model.attention_probs_dropout_prob", attention, *names)
 
 
@@ -85,27 +87,26 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
         run.put(key, value, *names)
 
 
-def plan_rule(world_size: int | None) -> Rule:
-    """Return the rule that translates parallel degrees and sharding. ``world_size`` is the number of
-    processes; None if unknown."""
+_arguments = partial(given_arguments, flags=(), known=())
+"""Reads command-line arguments. Every option without a value is a flag."""
 
-    def plan(run: Translation) -> None:
-        degrees = [
-            run.native[key].value if (key := f"Distributed.{axis}_degree") in run.native else 1
-            for axis in ("mp", "pp", "sep")
-        ]
-        if run.value("sequence_parallel") in (True, 1) and degrees[0] > 1:
-            run.put("Model.sequence_parallel", True, "sequence_parallel")
-        model = math.prod(degrees)
-        if world_size is not None and world_size % model:
-            raise ConfigError(
-                f"the job has {world_size} processes, which {model} (tensor x pipeline x sep) do not divide",
-                key="tensor_model_parallel_size",
-                place=run.place,
-            )
-        _sharding(run, None if world_size is None else world_size // model)
 
-    return plan
+def plan(run: Translation) -> None:
+    """Translate parallel degrees and sharding."""
+    degrees = [
+        run.native[key].value if (key := f"Distributed.{axis}_degree") in run.native else 1
+        for axis in ("mp", "pp", "sep")
+    ]
+    if run.value("sequence_parallel") in (True, 1) and degrees[0] > 1:
+        run.put("Model.sequence_parallel", True, "sequence_parallel")
+    model, processes = math.prod(degrees), run.world_size
+    if processes is not None and processes % model:
+        raise ConfigError(
+            f"the job has {processes} processes, which {model} (tensor x pipeline x sep) do not divide",
+            key="tensor_model_parallel_size",
+            place=run.place,
+        )
+    _sharding(run, None if processes is None else processes // model)
 
 
 def _sharding(run: Translation, replicas: int | None) -> None:
@@ -141,16 +142,12 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Raise ConfigError unless ``max_steps`` is given and positive. Translate the options for the steps to
-    profile. The key table translates the batch sizes."""
+    """Raise ConfigError unless ``max_steps`` is given and positive. The key table translates the batch
+    sizes."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
         )
-    names = ("profile_step_start", "profile_step_end")
-    if run.flag("profile", False):
-        steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
-        run.put("Profiler.scheduler", steps, *names)
 
 
 def precision(run: Translation) -> None:
@@ -204,7 +201,7 @@ def data(run: Translation) -> None:
     name = "tokenizer_name_or_path"
     if name in run:
         text = run.text(name)
-        if os.path.isdir(text):  # noqa: PTH112 - Path.is_dir raises for names that no file can have
+        if Path(text).is_dir():
             run.put("Data.tokenizer.dir", text, name)
         else:
             run.notes.append(f"{name} {text} is not a directory here; a corpus of token ids needs none")
@@ -219,8 +216,7 @@ def _corpus(run: Translation, prefix: str) -> None:
     split = run.value("split", "949,50,1")
     run.put(f"{prefix}.split", split, "split")
     lengths = ("max_seq_length", "max_seq_len")
-    given = next((run.integer(name, least=1) for name in lengths if name in run), 1024)
-    run.put(f"{prefix}.max_seq_len", given, *lengths)
+    run.put(f"{prefix}.max_seq_len", run.integer(run.first(*lengths), 1024, least=1), *lengths)
     run.put(f"{prefix}.cache_dir", run.text("data_cache"), "data_cache")
     run.put(f"{prefix}.eod_mask_loss", run.flag("eod_mask_loss"), "eod_mask_loss")
 
@@ -232,8 +228,6 @@ def checkpoints(run: Translation) -> None:
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
     else:
         run.put(f"{prefix}.save_steps", run.integer("save_steps", 500, least=1), "save_steps")
-    if run.flag("load_best_model_at_end", False):
-        run.put(f"{prefix}.keep_best", "loss", "load_best_model_at_end")
     resume = run.value("resume_from_checkpoint")
     if isinstance(resume, bool):
         run.put(f"{prefix}.resume", "auto" if resume else False, "resume_from_checkpoint")
@@ -269,13 +263,24 @@ TABLES = tables_of(read_file("paddleformers"))
 TABLE = KeyTable([key for keys in TABLES.values() for key in keys])
 _FILES = (".yaml", ".yml", ".json")
 _MODEL, _OURS = "model_name_or_path", "config.yaml"
+_RULES: tuple[Rule, ...] = (
+    network,
+    balancing,
+    batches,
+    profiler,
+    precision,
+    optimizer,
+    data,
+    checkpoints,
+    plan,
+    recomputation,
+)
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
     """Translate a YAML or JSON file of PaddleFormers. Command-line arguments in ``argv`` override the
     file."""
-    given = list(given_in_file(path))
-    return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
+    return _translated([*given_in_file(path), *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
@@ -297,8 +302,8 @@ def _translated(given: list[UserOption], place: str, world_size: int | None) -> 
     named = [one for one in given if one.key.lstrip("-") == _MODEL and one.value is not None]
     if not named:
         raise ConfigError("is missing; the network is that of its config.json", key=_MODEL, place=place)
-    network = list(_keys_of_network(named[-1]))
-    ours = {one.key: one for one in network if one.key.startswith(f"{_OURS}.")}
+    network_keys = list(_keys_of_network(named[-1]))
+    ours = {one.key: one for one in network_keys if one.key.startswith(f"{_OURS}.")}
     world_size = world_size or world_of(os.environ)
 
     def native(run: Translation) -> None:
@@ -309,47 +314,20 @@ def _translated(given: list[UserOption], place: str, world_size: int | None) -> 
         replace(one, key=one.key.lstrip("-").replace("-", "_")) if one.key[:2] == "--" else one
         for one in given
     ]
-    return translate(TITLE, place, [*network, *plain], TABLE, [native, *_rules(world_size)])
-
-
-def _rules(world_size: int | None) -> list[Rule]:
-    return [
-        network,
-        balancing,
-        batches,
-        precision,
-        optimizer,
-        data,
-        checkpoints,
-        plan_rule(world_size),
-        recomputation,
-    ]
-
-
-def _arguments(argv: Sequence[str]) -> Iterable[UserOption]:
-    words: list[str] = []
-    for at, word in enumerate(argv):
-        words.append(word)
-        alone = at + 1 == len(argv) or argv[at + 1].startswith("--")
-        if word.startswith("--") and "=" not in word and alone:
-            words.append("true")
-    return given_arguments(words, frozenset())
+    return translate(TITLE, place, [*network_keys, *plain], TABLE, [native, *_RULES], world_size)
 
 
 def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
     directory = Path(str(one.value))
-    if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
+    if (directory / _OURS).is_file():
         keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)
         yield from (key for key in keys if key.key.startswith(f"{_OURS}.Model.") and key.value is not None)
-    elif os.path.isfile(directory / CONFIG):  # noqa: PTH113
+    elif (directory / CONFIG).is_file():
         yield from given_in_file(directory / CONFIG, f"{CONFIG}.", named=one)
     else:
-        raise ConfigError(
+        raise one.error(
             f"is not a directory with {CONFIG} here. Models are not downloaded: put the model's files into a "
-            "directory and name that directory",
-            key=one.key,
-            value=one.value,
-            place=one.place,
+            "directory and name that directory"
         )
 
 

@@ -28,6 +28,7 @@ _DTYPES = {
     paddle.complex128: np.complex128,
 }
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_NO_DTYPE = 255  # of operations without a tensor (barrier)
 
 SUM, MAX, MIN, PRODUCT = range(4)  # values of paddle.base.core.ReduceOp, without AVG, which is unused
 _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
@@ -51,17 +52,19 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 class TensorMemory:
     """The memory of the tensors that one collective reads and writes, as NumPy arrays. For a strided tensor,
     the array is a copy. :meth:`finish` must be called when the results are in the arrays; it writes copied
-    results back."""
+    results back. ``code`` says which element type the tensors have (:data:`DTYPE_CODES`)."""
 
     # Tests set this to False, so that strided tensors raise CommError, as NCCL refuses them on a GPU.
     takes_strided = True
 
     def __init__(self) -> None:
+        self.code = _NO_DTYPE
         self._owners: list[paddle.Tensor] = []
         self._strided: list[tuple[np.ndarray, np.ndarray]] = []
 
     def read(self, tensor: paddle.Tensor) -> np.ndarray:
         self._owners.append(tensor)
+        self.code = DTYPE_CODES.get(tensor.dtype, _NO_DTYPE)
         if tensor.is_contiguous():
             return tensor_array(tensor)
         if not self.takes_strided:

@@ -22,12 +22,11 @@ from ppfleetx.distributed.cpu.arrays import (
     byte_view,
     reduce_in_order,
 )
-from ppfleetx.distributed.cpu.operation import BufferPool, Operation, Steps
+from ppfleetx.distributed.cpu.operation import Operation, Steps
 from ppfleetx.distributed.cpu.transport import Connections
 from ppfleetx.distributed.cpu.wire import CODES, POINT_TO_POINT, Key, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS
 
-_BYTES = 255  # dtype code of operations without a dtype (barrier)
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
 # Up to this size, an all-reduce sends whole tensors to all other ranks, which takes one message latency
 # instead of two.
@@ -64,10 +63,6 @@ class CpuProcessGroup:
         identity = f"{self.group_id}:{self._generation}:{self.ranks}"
         return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
 
-    @property
-    def pool(self) -> BufferPool:
-        return self._mesh.pool
-
     def rank(self) -> int:
         return self._rank
 
@@ -78,29 +73,27 @@ class CpuProcessGroup:
         return "GLOO"
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
-        memory = TensorMemory()
-        array, code, kind = memory.write(tensor), DTYPE_CODES[tensor.dtype], int(op)
+        memory, kind = TensorMemory(), int(op)
+        array = memory.write(tensor)
         self._count("all_reduce", array.nbytes, 2 * (self._size - 1) / self._size * array.nbytes)
         small = array.nbytes <= _SMALL_BYTES
 
         def steps(number: int, signature: Signature) -> Steps:
             if small:
-                theirs = self._scratch(array, self._others())
+                theirs = self._scratch(array)
                 yield from self._exchange(number, signature, 0, dict.fromkeys(theirs, array), theirs)
-                self._reduce_parts(array, theirs, array, kind, code)
+                self._reduce_parts(array, theirs, array, kind, memory)
                 self._release(theirs)
             else:
                 pieces = self._pieces(array)
                 mine, others = pieces[self._rank], {m: pieces[m] for m in self._others()}
-                yield from self._reduce_scatter_steps(number, signature, pieces, mine, kind, code)
+                yield from self._reduce_scatter_steps(number, signature, pieces, mine, kind, memory)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
 
-        return self._run(
-            "all_reduce", steps, memory, sync=sync_op, dtype=code, nbytes=array.nbytes, takes_memory=True
-        )
+        return self._run("all_reduce", steps, memory, sync=sync_op, nbytes=array.nbytes, takes_memory=True)
 
     def _gather_all(
-        self, outs: Sequence[np.ndarray], mine: np.ndarray, code: int, sync: bool, memory: TensorMemory
+        self, outs: Sequence[np.ndarray], mine: np.ndarray, sync: bool, memory: TensorMemory
     ) -> Operation:
         total = sum(out.nbytes for out in outs)
         self._count("all_gather", total, total - mine.nbytes)
@@ -108,7 +101,7 @@ class CpuProcessGroup:
             outs[self._rank][:] = mine
         incoming = {m: outs[m] for m in self._others()}
         steps = partial(self._exchange, phase=0, outgoing=dict.fromkeys(incoming, mine), incoming=incoming)
-        return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
+        return self._run("all_gather", steps, memory, sync=sync, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
         """Gather the ``tensor`` of every member into ``out``, in rank order. The arguments are (out, tensor,
@@ -117,12 +110,8 @@ class CpuProcessGroup:
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
-        outs = (
-            [memory.write(t) for t in out]
-            if isinstance(out, list | tuple)
-            else self._equal(memory.write(out))
-        )
-        return self._gather_all(outs, memory.read(tensor), DTYPE_CODES[tensor.dtype], sync_op, memory)
+        outs = self._parts(memory.write, out)
+        return self._gather_all(outs, memory.read(tensor), sync_op, memory)
 
     def all_gather_into_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True
@@ -135,36 +124,31 @@ class CpuProcessGroup:
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
-        return self._gather_all(outs, mine, DTYPE_CODES[tensor.dtype], True, memory)
+        return self._gather_all(outs, mine, True, memory)
 
     def reduce_scatter(
         self, out: paddle.Tensor, tensors: TensorOrList, op: Any = SUM, sync_op: bool = True
     ) -> Operation:
-        memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
+        memory = TensorMemory()
         target = memory.write(out)
-        parts = (
-            [memory.read(t) for t in tensors]
-            if isinstance(tensors, list | tuple)
-            else self._equal(memory.read(tensors))
-        )
+        parts = self._parts(memory.read, tensors)
         total = sum(part.nbytes for part in parts)
         self._count("reduce_scatter", total, total - target.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
-            return self._reduce_scatter_steps(number, signature, parts, target, int(op), code)
+            return self._reduce_scatter_steps(number, signature, parts, target, int(op), memory)
 
-        return self._run(
-            "reduce_scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
-        )
+        size = target.nbytes
+        return self._run("reduce_scatter", steps, memory, sync=sync_op, nbytes=size, takes_memory=True)
 
     reduce_scatter_tensor = reduce_scatter
 
     def broadcast(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
-        memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
+        memory = TensorMemory()
         array = memory.write(tensor)
         self._count("broadcast", array.nbytes, (self._size - 1) / self._size * array.nbytes)
         steps = self._steps_of_root(src, dict.fromkeys(self._others(), array), {src: array})
-        return self._run("broadcast", steps, memory, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
+        return self._run("broadcast", steps, memory, sync=sync_op, nbytes=array.nbytes, root=src)
 
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
@@ -177,8 +161,7 @@ class CpuProcessGroup:
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
         """Reduce ``tensor`` over the members with ``op``, in place. Only member ``dst`` gets the result."""
-        memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
-        is_root = self._rank == dst
+        memory, is_root = TensorMemory(), self._rank == dst
         array = memory.write(tensor) if is_root else memory.read(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
         pieces = self._pieces(array)
@@ -186,14 +169,12 @@ class CpuProcessGroup:
         def steps(number: int, signature: Signature) -> Steps:
             mine = pieces[self._rank]
             total = mine if is_root else np.empty_like(mine)
-            yield from self._reduce_scatter_steps(number, signature, pieces, total, int(op), code)
+            yield from self._reduce_scatter_steps(number, signature, pieces, total, int(op), memory)
             incoming = {m: pieces[m] for m in self._others()} if is_root else {}
             yield from self._exchange(number, signature, 1, {} if is_root else {dst: total}, incoming)
 
         size = array.nbytes
-        return self._run(
-            "reduce", steps, memory, sync=sync_op, dtype=code, nbytes=size, root=dst, takes_memory=True
-        )
+        return self._run("reduce", steps, memory, sync=sync_op, nbytes=size, root=dst, takes_memory=True)
 
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
@@ -204,11 +185,10 @@ class CpuProcessGroup:
         # Paddle's older interface
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
-        memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
+        memory = TensorMemory()
         target, parts = memory.write(out), []
         if self._rank == src:
-            several = isinstance(tensors, list | tuple)
-            parts = [memory.read(t) for t in tensors] if several else self._equal(memory.read(tensors))
+            parts = self._parts(memory.read, tensors)
         sent = sum(part.nbytes for part in parts) - target.nbytes if parts else 0
         self._count("scatter", target.nbytes * self._size, sent)
         exchange = self._steps_of_root(src, {m: parts[m] for m in self._others() if parts}, {src: target})
@@ -218,7 +198,7 @@ class CpuProcessGroup:
             if parts:  # after sending, because the target may be one of the parts
                 target[:] = parts[src]
 
-        return self._run("scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, root=src)
+        return self._run("scatter", steps, memory, sync=sync_op, nbytes=target.nbytes, root=src)
 
     def scatter_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, src: int, sync_op: bool = True
@@ -233,7 +213,7 @@ class CpuProcessGroup:
         sync_op: bool = True,
         use_calc_stream: bool = False,
     ) -> Operation:
-        memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
+        memory = TensorMemory()
         mine = memory.read(tensor)
         arrays = [memory.write(t) for t in outs] if self._rank == dst else []
         self._count("gather", mine.nbytes * self._size, 0 if self._rank == dst else mine.nbytes)
@@ -243,15 +223,10 @@ class CpuProcessGroup:
         outgoing = {} if arrays else {dst: mine}
         steps = partial(self._exchange, phase=0, outgoing=outgoing, incoming=incoming)
         sync = sync_op or use_calc_stream
-        return self._run("gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes, root=dst)
+        return self._run("gather", steps, memory, sync=sync, nbytes=mine.nbytes, root=dst)
 
     def _exchange_all(
-        self,
-        outs: Sequence[np.ndarray],
-        parts: Sequence[np.ndarray],
-        code: int,
-        sync: bool,
-        memory: TensorMemory,
+        self, outs: Sequence[np.ndarray], parts: Sequence[np.ndarray], sync: bool, memory: TensorMemory
     ) -> Operation:
         total = sum(part.nbytes for part in parts)
         self._count("all_to_all", total, total - parts[self._rank].nbytes)
@@ -259,14 +234,14 @@ class CpuProcessGroup:
         outgoing, incoming = ({m: arrays[m] for m in self._others()} for arrays in (parts, outs))
         steps = partial(self._exchange, phase=0, outgoing=outgoing, incoming=incoming)
         # Part sizes may differ between ranks, so the signature has no size; each message has its own.
-        return self._run("all_to_all", steps, memory, sync=sync, dtype=code)
+        return self._run("all_to_all", steps, memory, sync=sync)
 
     def all_to_all(
         self, outs: list[paddle.Tensor], tensors: list[paddle.Tensor], sync_op: bool = True
     ) -> Operation:
-        memory, code = TensorMemory(), DTYPE_CODES[tensors[0].dtype]
+        memory = TensorMemory()
         targets, parts = [memory.write(t) for t in outs], [memory.read(t) for t in tensors]
-        return self._exchange_all(targets, parts, code, sync_op, memory)
+        return self._exchange_all(targets, parts, sync_op, memory)
 
     def all_to_all_tensor(self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True) -> Operation:
         return self.all_to_all_single(out, tensor, None, None, sync_op)
@@ -282,7 +257,7 @@ class CpuProcessGroup:
         memory, width = TensorMemory(), math.prod(tensor.shape[1:])
         outs = self._rows(memory.write(out), out_sizes, width)
         parts = self._rows(memory.read(tensor), in_sizes, width)
-        return self._exchange_all(outs, parts, DTYPE_CODES[tensor.dtype], sync_op, memory)
+        return self._exchange_all(outs, parts, sync_op, memory)
 
     def barrier(self, device_id: int = -1) -> Operation:
         messages = dict.fromkeys(self._others(), np.empty(0, np.uint8))
@@ -292,7 +267,7 @@ class CpuProcessGroup:
     # -- point to point -------------------------------------------------------------------
 
     def _transfer(
-        self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
+        self, array: np.ndarray, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
         """Send ``array`` to member ``peer`` or, if ``incoming``, receive a message from ``peer`` into
         ``array``."""
@@ -301,7 +276,7 @@ class CpuProcessGroup:
         with self._lock:
             number = counter.get(peer, 0)
             counter[peer] = number + 1
-        signature = Signature(CODES["send"], code, array.nbytes, -1)
+        signature = Signature(CODES["send"], memory.code, array.nbytes, -1)
         other = self.ranks[peer]
         # A send with sync_op=False runs in the background; a receive is only posted.
         background = not sync and not incoming and self._coalesced is None
@@ -337,8 +312,7 @@ class CpuProcessGroup:
         memory = TensorMemory()
         array = np.split(memory.read(tensor), num)[id]
         self._count("send", array.nbytes, array.nbytes)
-        code = DTYPE_CODES[tensor.dtype]
-        return self._transfer(array, code, dst, incoming=False, sync=sync_op, memory=memory)
+        return self._transfer(array, dst, incoming=False, sync=sync_op, memory=memory)
 
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
@@ -346,8 +320,7 @@ class CpuProcessGroup:
         """Receive part number ``id`` of ``tensor``, cut into ``num`` equal parts, from member ``src``."""
         memory = TensorMemory()
         array = np.split(memory.write(tensor), num)[id]
-        code = DTYPE_CODES[tensor.dtype]
-        return self._transfer(array, code, src, incoming=True, sync=sync_op, memory=memory)
+        return self._transfer(array, src, incoming=True, sync=sync_op, memory=memory)
 
     def _start_coalescing(self) -> None:
         self._coalesced = []
@@ -358,9 +331,6 @@ class CpuProcessGroup:
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
-
-    def eager_connect(self) -> None:
-        """Do nothing. Paddle calls this to connect members early, but all are connected already."""
 
     def eager_connect_ring_exchange(self) -> None:
         """Do nothing. Paddle calls this to connect neighbors early, but all members are connected already."""
@@ -380,17 +350,16 @@ class CpuProcessGroup:
         memory: TensorMemory,
         *,
         sync: bool,
-        dtype: int = _BYTES,
         nbytes: int = 0,
         root: int = -1,
         takes_memory: bool = False,
     ) -> Operation:
         """Start a collective, and wait for it if ``sync``. All members must pass the same ``name``,
-        ``dtype``, ``nbytes`` and ``root``; a difference is detected as an error."""
+        ``nbytes`` and ``root``, and tensors of the same type; a difference is detected as an error."""
         with self._lock:
             number = self._number
             self._number += 1
-        signature = Signature(CODES[name], dtype, nbytes, root)
+        signature = Signature(CODES[name], memory.code, nbytes, root)
         text = f"{name} of group {self.group_id} ({nbytes} bytes)"
         steps_then_finish = _finished(steps(number, signature), memory)
         operation = self._operation(steps_then_finish, text, background=not sync, takes_memory=takes_memory)
@@ -437,13 +406,13 @@ class CpuProcessGroup:
         pieces: Sequence[np.ndarray],
         out: np.ndarray,
         op: int,
-        code: int,
+        memory: TensorMemory,
     ) -> Steps:
         """Run a reduce-scatter: send ``pieces[m]`` to each member m, and reduce the pieces that all members
         have for this member into ``out``."""
-        theirs = self._scratch(out, self._others())
+        theirs = self._scratch(out)
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
-        self._reduce_parts(pieces[self._rank], theirs, out, op, code)
+        self._reduce_parts(pieces[self._rank], theirs, out, op, memory)
         self._release(theirs)
 
     def _pieces(self, array: np.ndarray) -> list[np.ndarray]:
@@ -452,21 +421,29 @@ class CpuProcessGroup:
     def _others(self) -> list[int]:
         return [member for member in range(self._size) if member != self._rank]
 
-    def _scratch(self, like: np.ndarray, members: Sequence[int]) -> dict[int, np.ndarray]:
-        return {m: self.pool.acquire(like.nbytes).view(like.dtype) for m in members}
+    def _scratch(self, like: np.ndarray) -> dict[int, np.ndarray]:
+        return {m: self._mesh.pool.acquire(like.nbytes).view(like.dtype) for m in self._others()}
 
     def _release(self, scratch: dict[int, np.ndarray]) -> None:
         for array in scratch.values():
-            self.pool.release(array)
+            self._mesh.pool.release(array)
 
     def _reduce_parts(
-        self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, dtype: int
+        self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, memory: TensorMemory
     ) -> None:
         parts = [mine if m == self._rank else theirs[m] for m in range(self._size)]
-        reduce_in_order(parts, out, op, bfloat16=dtype == DTYPE_CODES[paddle.bfloat16])
+        reduce_in_order(parts, out, op, bfloat16=memory.code == DTYPE_CODES[paddle.bfloat16])
 
     def _equal(self, array: np.ndarray) -> list[np.ndarray]:
         return np.split(array, self._size)
+
+    def _parts(
+        self, open_memory: Callable[[paddle.Tensor], np.ndarray], tensors: TensorOrList
+    ) -> list[np.ndarray]:
+        """Return the memory of each member's part: of each tensor of a list, or of equal parts of one."""
+        if isinstance(tensors, list | tuple):
+            return [open_memory(tensor) for tensor in tensors]
+        return self._equal(open_memory(tensors))
 
     def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
         if not sizes:

@@ -23,9 +23,6 @@ from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 from ppfleetx.utils.machine import interface_address
 
 HANDSHAKE_SECONDS = 30.0
-# A rank sends its greeting as soon as it is connected. A foreign program that connects and sends nothing must
-# not delay the ranks.
-_STRANGER_SECONDS = 3.0
 MESSAGES, WATCH = range(2)  # the roles of connections
 _GREETING = struct.Struct("!II")  # rank of the sender, role of the connection
 
@@ -106,27 +103,14 @@ def _accept(
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while missing := expected - found.keys():
         try:
-            if (left := deadline - time.monotonic()) <= 0:  # other programs may keep connecting
-                raise TimeoutError
-            listener.settimeout(left)
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
             connection, _ = listener.accept()
-        except TimeoutError:
-            said = f"{names[min(missing)[0]]} did not connect within {HANDSHAKE_SECONDS:g} s"
-            raise StartError(f"rank {rank}: {said}") from None
-        greeting = _greeting(connection)
-        if greeting in missing:
-            found[greeting] = connection
-        else:
-            connection.close()  # from a program that does not belong to the job
+            connection.settimeout(HANDSHAKE_SECONDS)
+            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+            found[_GREETING.unpack(greeting)] = connection
+        except (OSError, struct.error) as error:
+            raise StartError(f"rank {rank}: {names[min(missing)[0]]} did not connect: {error}") from error
     return found
-
-
-def _greeting(connection: socket.socket) -> tuple[int, ...] | None:
-    connection.settimeout(_STRANGER_SECONDS)
-    try:
-        return _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
-    except (OSError, struct.error):
-        return None
 
 
 def local_address() -> str:

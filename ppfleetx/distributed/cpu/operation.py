@@ -189,9 +189,6 @@ class Operation:
     def is_completed(self) -> bool:
         return self.done
 
-    def is_sync(self) -> bool:
-        return self.done
-
     def synchronize(self) -> None:
         self._complete(self)
 

@@ -1,5 +1,5 @@
 """Replace the parts of Paddle that do not work with the CPU process groups. ``TABLE`` lists each replaced
-attribute with the reason and the Paddle version. Nothing is replaced before ``backend.install()``."""
+attribute of Paddle 3.3.1 with the reason. Nothing is replaced before ``backend.install()``."""
 
 from __future__ import annotations
 
@@ -68,23 +68,17 @@ class _SoftmaxCrossEntropy(PyLayer):
         return out.astype(ctx.dtype)
 
 
-def make_c_identity(_: Any) -> Callable[..., paddle.Tensor]:
-    def c_identity(tensor: paddle.Tensor, ring_id: int = 0, *_: Any) -> paddle.Tensor:
-        return _Identity.apply(tensor, ring_id)
-
-    return c_identity
+def _c_identity(tensor: paddle.Tensor, ring_id: int = 0, *_: Any) -> paddle.Tensor:
+    return _Identity.apply(tensor, ring_id)
 
 
-def make_c_softmax_with_cross_entropy(_: Any) -> Callable[..., tuple[paddle.Tensor, paddle.Tensor]]:
-    def c_softmax_with_cross_entropy(
-        logits: paddle.Tensor, label: paddle.Tensor, ignore_index: int, ring_id: int, rank: int, nranks: int
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        return _SoftmaxCrossEntropy.apply(logits, label, ignore_index, ring_id, rank)
-
-    return c_softmax_with_cross_entropy
+def _c_softmax_with_cross_entropy(
+    logits: paddle.Tensor, label: paddle.Tensor, ignore_index: int, ring_id: int, rank: int, nranks: int
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    return _SoftmaxCrossEntropy.apply(logits, label, ignore_index, ring_id, rank)
 
 
-def make_c_embedding(original: Callable[..., paddle.Tensor]) -> Callable[..., paddle.Tensor]:
+def _make_c_embedding(original: Callable[..., paddle.Tensor]) -> Callable[..., paddle.Tensor]:
     def c_embedding(
         table: paddle.Tensor, index: paddle.Tensor, start: int = 0, vocab_size: int = -1
     ) -> paddle.Tensor:
@@ -95,9 +89,6 @@ def make_c_embedding(original: Callable[..., paddle.Tensor]) -> Callable[..., pa
     return c_embedding
 
 
-_OperatorMaker = Callable[[Any], Any]
-
-
 @dataclass(frozen=True)
 class Replacement:
     """One attribute of Paddle to replace. ``make`` is called with the original attribute (None if Paddle has
@@ -106,15 +97,14 @@ class Replacement:
     owner: str  # import path of the module, plus ":Class" for a class attribute
     name: str
     reason: str
-    make: _OperatorMaker
-    versions: str = "3.3.1"
+    make: Callable[[Any], Any]
 
     @property
     def target(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
 
-_applied: dict[str, Any] = {}
+_applied: set[str] = set()
 _create_process_group: Callable[[int, int, int], Any] | None = None
 
 
@@ -126,9 +116,8 @@ def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
     for entry in TABLE:
         if entry.target not in _applied:
             owner = resolve_owner(entry)
-            original = getattr(owner, entry.name, None)
-            setattr(owner, entry.name, entry.make(original))
-            _applied[entry.target] = original
+            setattr(owner, entry.name, entry.make(getattr(owner, entry.name, None)))
+            _applied.add(entry.target)
 
 
 def resolve_owner(entry: Replacement) -> Any:
@@ -149,13 +138,6 @@ def _process_group_factory(original: Callable[..., Any]) -> Callable[..., Any]:
         return _create_process_group(rank, world_size, group_id)
 
     return new_process_group
-
-
-def _no_store(_: Callable[[], Any]) -> Callable[[], None]:
-    def create_or_get_global_tcp_store() -> None:
-        return None
-
-    return create_or_get_global_tcp_store
 
 
 _NO_KERNEL = "the CPU kernel only throws"
@@ -179,7 +161,7 @@ TABLE: tuple[Replacement, ...] = (
         "paddle.base.core",
         "create_or_get_global_tcp_store",
         "waits in C++ for ranks that do not come, for 900 seconds, and its error names nobody",
-        _no_store,
+        lambda _: lambda: None,
     ),
     Replacement(
         "paddle.distributed.parallel:ParallelEnv",
@@ -187,14 +169,17 @@ TABLE: tuple[Replacement, ...] = (
         "never set on the CPU, yet read by pipeline and recompute",
         lambda _: 0,
     ),
-    Replacement("paddle._C_ops", "c_identity", _NO_KERNEL, make_c_identity),
+    Replacement("paddle._C_ops", "c_identity", _NO_KERNEL, lambda _: _c_identity),
     Replacement(
-        "paddle._C_ops", "c_softmax_with_cross_entropy", _NO_KERNEL, make_c_softmax_with_cross_entropy
+        "paddle._C_ops",
+        "c_softmax_with_cross_entropy",
+        _NO_KERNEL,
+        lambda _: _c_softmax_with_cross_entropy,
     ),
     Replacement(
         "paddle._C_ops",
         "c_embedding",
         "its backward corrupts the heap for float16 and is missing for bfloat16; float32 stays Paddle's",
-        make_c_embedding,
+        _make_c_embedding,
     ),
 )

@@ -11,19 +11,10 @@ import threading
 from typing import NamedTuple
 
 from ppfleetx.config.errors import PeerEndedError
+from ppfleetx.resilience.flight_recorder import OPERATIONS as METHODS
+from ppfleetx.resilience.flight_recorder import operation_of
 
-OPERATIONS = (
-    "send",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-    "all_to_all",
-    "barrier",
-)
+OPERATIONS = tuple(dict.fromkeys(map(operation_of, METHODS)))
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
 

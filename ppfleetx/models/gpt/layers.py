@@ -17,10 +17,9 @@ from ppfleetx.nn.attention import KeyValueCache
 from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget, DeferredLogits
 from ppfleetx.nn.layer_spec import NormSpec
-from ppfleetx.nn.positions import Positions, Rotary
+from ppfleetx.nn.positions import Positions, Rotary, places
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.recompute import may_recompute, recompute
-from ppfleetx.nn.rope import places
 from ppfleetx.nn.stage import LayerFactory
 
 State = tuple[paddle.Tensor, ...]
@@ -32,7 +31,7 @@ class HiddenState(NamedTuple):
     Attributes:
         hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
         position_ids: ``[b, s]``; for LongRoPE, indices of rows of its cos and sin tables
-            (:func:`~ppfleetx.nn.rope.places`). None if the blocks do not need them.
+            (:func:`~ppfleetx.nn.positions.places`). None if the blocks do not need them.
         document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 

@@ -250,10 +250,8 @@ class HeadSpec:
         # The gradients of head and loss are computed in the forward pass.
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
-        piece, elements = (
-            logits / min(self.loss_chunks, work.seq_len / work.sep),
-            gradients / work.gradient_bytes,
-        )
+        piece = logits / min(self.loss_chunks, work.seq_len / work.sep)
+        elements = gradients / work.gradient_bytes
         return Step(
             "loss",
             0.0,
@@ -397,11 +395,20 @@ def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
 
 def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
     """Build the declaration of attention."""
-    init, latent = Normal(cfg.matrix_std), cfg.latent_attention
+    latent = cfg.latent_attention
+    both: dict[str, Any] = {
+        "hidden_size": cfg.hidden_size,
+        "num_heads": cfg.num_attention_heads,
+        "output_bias": cfg.has_out_proj_bias,
+        "init": Normal(cfg.matrix_std),
+        "output_init": output_init,
+        "dropout": cfg.attention_probs_dropout_prob,
+        "window": cfg.attention_window,
+        "softmax_in_fp32": cfg.softmax_in_fp32,
+    }
     if latent is not None:
         return LatentAttentionSpec(
-            hidden_size=cfg.hidden_size,
-            num_heads=cfg.num_attention_heads,
+            **both,
             q_rank=latent.q_rank,
             kv_rank=latent.kv_rank,
             rope_head_dim=latent.rope_head_dim,
@@ -409,13 +416,7 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
             value_head_dim=latent.value_head_dim,
             norm=(cfg.normalization, latent.norm_epsilon),
             down_bias=cfg.has_qkv_bias,
-            output_bias=cfg.has_out_proj_bias,
-            init=init,
-            output_init=output_init,
-            dropout=cfg.attention_probs_dropout_prob,
-            window=cfg.attention_window,
             score_factor=score_factor(cfg.rope_scaling),
-            softmax_in_fp32=cfg.softmax_in_fp32,
         )
     over_heads = isinstance(cfg.qk_layernorm, str)
     head_norm = NormSpec(
@@ -427,22 +428,15 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
         head_size=cfg.head_size if cfg.qk_layernorm == "each_head" else None,
     )
     return AttentionSpec(
-        hidden_size=cfg.hidden_size,
-        num_heads=cfg.num_attention_heads,
+        **both,
         num_kv_heads=cfg.kv_heads,
         head_dim=cfg.head_size,
         qkv_bias=cfg.has_qkv_bias,
-        output_bias=cfg.has_out_proj_bias,
-        init=init,
-        output_init=output_init,
-        dropout=cfg.attention_probs_dropout_prob,
-        window=cfg.attention_window,
         head_norm=head_norm if cfg.qk_layernorm else None,
         rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
         has_biases=cfg.positions.biases,
         score_scale=cfg.attention_multiplier,
         softcap=cfg.attn_logit_softcapping,
-        softmax_in_fp32=cfg.softmax_in_fp32,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,7 @@ from ppfleetx.models.gpt.spec import BlockSpec, HeadSpec, model_spec, score_spec
 from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.lora import with_adapters
-from ppfleetx.nn.positions import Positions, Rotary
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import Positions, Rotary, RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory, Stage, Tie
 from ppfleetx.utils.log import get_logger
 
@@ -50,8 +48,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the table of the position embedding has a wrong number of rows, or the constructor of
-            ``block`` does not take a declaration.
+        ConfigError: the table of the position embedding has a wrong number of rows.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
@@ -66,13 +63,6 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
             rotary.fused = factory.fused
     kernel = replace(kernel_options(cfg), fused=factory.fused)
     granularity = cfg.recompute_granularity or "full"
-    if block is not None and "shape" in inspect.signature(block.__init__).parameters:
-        raise ConfigError(
-            f"uses the block {block.__name__}, which takes a shape; a block must take its declaration: "
-            "__init__(self, factory, spec, **options) (docs/extending.md)",
-            key="Model.name",
-            value=cfg.name,
-        )
 
     def stage_of(index: int, one: BlockSpec) -> Stage:
         rotary = _rotary_of(one, positions)

@@ -6,15 +6,9 @@ import argparse
 from concurrent.futures import ThreadPoolExecutor
 
 from ppfleetx.config.errors import UserError
+from ppfleetx.nn.cpu_ops.compiled import LIBRARIES
 from ppfleetx.utils.exit_codes import run_tool
 from ppfleetx.utils.process_env import import_paddle
-
-LIBRARIES = {
-    "operators for decoding": "ops",
-    "operators for quantized models": "quantized",
-    "operator for whole blocks": "fused_blocks",
-    "operators for training in bfloat16": "bfloat16",
-}
 
 
 def main() -> None:
@@ -31,7 +25,7 @@ def main() -> None:
 
     try:
         with ThreadPoolExecutor() as pool:  # each thread runs a compiler
-            for purpose, path in zip(LIBRARIES, pool.map(build, LIBRARIES.values()), strict=True):
+            for purpose, path in zip(LIBRARIES.values(), pool.map(build, LIBRARIES), strict=True):
                 print(f"{purpose}: {path or 'none, because the processor or Paddle lacks support'}")
     except UserError as error:
         if not args.if_possible:

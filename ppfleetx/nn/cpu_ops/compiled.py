@@ -22,8 +22,13 @@ OPTIONS = (
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # required by Paddle's headers
 )
 """Options of the C++ compiler."""
-_NAMES = ("ops", "quantized", "fused_blocks", "bfloat16")
-SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in _NAMES}
+LIBRARIES = {
+    "ops": "operators for decoding",
+    "quantized": "operators for quantized models",
+    "fused_blocks": "operator for whole blocks",
+    "bfloat16": "operators for training in bfloat16",
+}
+SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in LIBRARIES}
 """The source file of each library. A library has the operators of the Python module with the same name."""
 
 

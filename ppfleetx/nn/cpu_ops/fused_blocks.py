@@ -6,7 +6,7 @@ Shape letters: s new positions, b rows, h hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 
 import paddle
@@ -39,7 +39,7 @@ def all_are_available() -> bool:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes that all blocks of the model share.
+    """The sizes that all blocks of the model share, in the order in which the operator reads them.
 
     Attributes:
         groups: number of key/value heads.
@@ -72,16 +72,7 @@ class BlockWeights:
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
         """Write the sizes and the number of blocks into ``layout``. This must be called before
         :meth:`add_linear`."""
-        self.layout += [
-            sizes.groups,
-            sizes.per_group,
-            sizes.head_dim,
-            sizes.rotary_dim,
-            sizes.activation,
-            sizes.inner,
-            int(sizes.parallel_residual),
-            num_blocks,
-        ]
+        self.layout += [*map(int, astuple(sizes)), num_blocks]
 
     def add_linear(
         self,

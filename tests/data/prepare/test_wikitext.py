@@ -11,6 +11,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed_dataset import IndexedDataset
 from ppfleetx.data.prepare.wikitext import passages, prepare_wikitext
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from tests.data.conftest import sequences
 
 TEXT = """\
  \n = Robert Boulter = \n \n
@@ -52,13 +53,10 @@ def test_zip_and_folder_become_corpora(tmp_path: Path, tokenizer: Tokenizer, as_
             for path in folder.iterdir():
                 archive.write(path, f"wikitext-2/{path.name}")
     reports = prepare_wikitext(source, tmp_path / "out", tokenizer, length=16)
-    assert [(report.split, report.passages) for report in reports] == [
-        ("train", 6),
-        ("valid", 3),
-        ("test", 3),
-    ]
+    passages_of = {report.split: report.passages for report in reports}
+    assert passages_of == {"train": 6, "valid": 3, "test": 3}
     corpus = IndexedDataset(tmp_path / "out/valid/wikitext")
-    documents = [corpus.get(i).tolist() for i in range(len(corpus))]
+    documents = sequences(corpus)
     assert all(ids[-1] == tokenizer.eod_id for ids in documents)
     assert [tokenizer.decode(ids[:-1]) for ids in documents] == PASSAGES
     assert reports[1].tokens == sum(map(len, documents))

@@ -11,23 +11,17 @@ from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.dataloader import DataLoader, GlobalBatchSampler
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.tasks.finetuning import GlueDataset, PromptResponseDataset
-from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.texts import small_tokenizer
 
 GOLDEN_TOKENIZERS = Path(__file__).parents[2] / "goldens" / "tokenizers"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return small_tokenizer(400)
-
-
 def glue(tmp_path, tokenizer, rows, max_seq_len=16):
     lines = [f"{i}\t{a}\t{b}\t{label}" for i, (a, b, label) in enumerate(rows)]
     (tmp_path / "train.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]))
     cfg = DatasetConfig(name="RTE", input_dir=str(tmp_path), split="train", max_seq_len=max_seq_len)
-    return GlueDataset(TASKS["RTE"], cfg, tokenizer, length_multiple=4)
+    return GlueDataset(cfg, tokenizer, length_multiple=4)
 
 
 def test_two_sentences_are_joined_by_the_separator(tmp_path, tokenizer):

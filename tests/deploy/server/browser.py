@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import shutil
 import subprocess
 import time
@@ -60,6 +61,15 @@ class Browser:
         self._post(f"/element/{self._find(element_id)}/clear")
         self._post(f"/element/{self._find(element_id)}/value", text=text)
 
+    def set(self, **values: object) -> None:
+        """Set what fields hold, by the ids of their elements."""
+        for name, value in values.items():
+            self.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+
+    def get(self, element_id: str, name: str) -> object:
+        """A property of an element."""
+        return self.run(f"return document.getElementById('{element_id}').{name}")
+
     def press(self, *keys: str) -> None:
         """Keys on whatever has the focus, held down together."""
         actions = [{"type": "keyDown", "value": key} for key in keys]
@@ -70,7 +80,7 @@ class Browser:
         return self._post("/execute/sync", script=script, args=[])
 
     def text(self, element_id: str) -> str:
-        return str(self.run(f"return document.getElementById('{element_id}').textContent"))
+        return str(self.get(element_id, "textContent"))
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds

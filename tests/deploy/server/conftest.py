@@ -1,6 +1,7 @@
 """A checkpoint with a tiny model, and servers of it as processes of their own."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -19,19 +21,13 @@ from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from tests.deploy.exports import write_run
+from tests.deploy.exports import GPT2_STYLE, write_run
 from tests.goldens.chat_styles import GPT2
 from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[3]
 # Positions enough that an answer can take longer than any test.
-MODEL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 8192,
-}
+MODEL = {**GPT2_STYLE, "max_position_embeddings": 8192}
 TOOLS = "{%- if tools %}{{- tools | tojson }}{%- endif %}"
 ENDLESS = {"max_tokens": 8000, "min_tokens": 8000}
 KEY = "a-secret-key"
@@ -124,6 +120,12 @@ class Server:
         raise AssertionError(f"the server did not start:\n{self.log}")
 
 
+def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:
+    """The error in an answer that must have this status."""
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").status_code == 200
@@ -152,15 +154,22 @@ def make_served_checkpoint(directory: Path) -> Path:
     return directory
 
 
+@contextlib.contextmanager
+def running(checkpoint: Path, log: Path, *overrides: str, **options: Any) -> Iterator[Server]:
+    """A server, which ends well."""
+    server = Server(checkpoint, log, *overrides, **options)
+    yield server
+    assert server.stop() == 0, server.log
+    assert "Traceback" not in server.log
+
+
 @pytest.fixture(scope="session")
 def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server as it is by default, but for its batch."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    running = Server(served_checkpoint, log, "Serve.max_batch_size=8", executed=True)
-    yield running
-    assert running.stop() == 0, running.log
-    assert "Traceback" not in running.log
-    assert "stopped by SIGTERM" in running.log
+    with running(served_checkpoint, log, "Serve.max_batch_size=8", executed=True) as server:
+        yield server
+    assert "stopped by SIGTERM" in server.log
 
 
 @pytest.fixture(scope="session")
@@ -170,10 +179,8 @@ def strict_server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     limits = {"max_batch_size": 2, "max_waiting": 1, "max_body_bytes": 2000}
     overrides = [f"Serve.{name}={value}" for name, value in limits.items()]
     overrides.append(f"Serve.allowed_origins=[{ORIGIN}]")
-    running = Server(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY)
-    yield running
-    running.stop()
-    assert "Traceback" not in running.log
+    with running(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ asks the questions, with greedy answers, and takes the page in light and in dark
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
@@ -30,8 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as profile, started(Path(profile)) as browser:
         browser.resize(WIDTH, HEIGHT)
         browser.open(args.url)
-        for name, value in {"temperature": 0, "max_tokens": 80, "system": SYSTEM}.items():
-            browser.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+        browser.set(temperature=0, max_tokens=80, system=SYSTEM)
         for question in args.questions:
             _ask(browser, question)
         for theme in ("light", "dark"):

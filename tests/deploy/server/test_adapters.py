@@ -12,9 +12,9 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, merge_lora, read_adapters
+from ppfleetx.checkpoint.manager import save_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
@@ -30,7 +30,7 @@ from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.nn.layer_factory import InferenceFactory
 from ppfleetx.utils.bfloat16 import from_bfloat16, to_bfloat16
 from tests.deploy.server.browser import is_installed, started
-from tests.deploy.server.conftest import MODEL, Server, command
+from tests.deploy.server.conftest import MODEL, Server, command, running
 from tests.helpers import programs
 
 PROMPTS = ["the cat and", "the hat", "a"]
@@ -52,23 +52,21 @@ def write_adapters(
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if ".lora." in name}
     values = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     weights = open_resolved(resolve_checkpoint(base))
-    frozen = [name for name in parameter_shapes(model) if ".lora." not in name]
-    save_checkpoint(
-        directory,
-        epoch=0,
-        step=2,
-        tensors=[
-            TensorSlice(name, "model", "F32", value.shape, (0,) * value.ndim, value.shape, value)
-            for name, value in values.items()
-        ],
-        state={},
-        config={"Model": model.model_dump(mode="json")},
-        fingerprints={
-            BASE: base_fingerprint(weights, frozen),
-            "tokenizer": tokenizer or weights.manifest.fingerprints["tokenizer"],
-        },
-        vocab_size=MODEL["vocab_size"],
-    )
+    fingerprints = {
+        BASE: base_fingerprint(weights, [name for name in parameter_shapes(model) if ".lora." not in name]),
+        "tokenizer": tokenizer or weights.manifest.fingerprints["tokenizer"],
+    }
+    return save(directory, "F32", values, model.model_dump(mode="json"), fingerprints=fingerprints)
+
+
+def save(directory: Path, dtype: str, arrays: dict[str, np.ndarray], model: dict, **more: object) -> Path:
+    """A checkpoint of these tensors, with a ``Model`` section."""
+    tensors = [
+        TensorSlice(name, "model", dtype, value.shape, (0,) * value.ndim, value.shape, value)
+        for name, value in arrays.items()
+    ]
+    common = {"epoch": 0, "step": 2, "state": {}, "vocab_size": MODEL["vocab_size"]}
+    save_checkpoint(directory, tensors=tensors, config={"Model": model}, **common, **more)
     return directory
 
 
@@ -86,10 +84,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, served_checkpoint: Path) 
 def server(adapters, served_checkpoint, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "adapters.log"
     names = ", ".join(f"{name}: {place}" for name, place in adapters.items())
-    server = Server(served_checkpoint, log, f"Serve.adapters={{{names}}}", "Serve.max_batch_size=9")
-    yield server
-    assert server.stop() == 0, server.log
-    assert "Traceback" not in server.log
+    with running(served_checkpoint, log, f"Serve.adapters={{{names}}}", "Serve.max_batch_size=9") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +145,7 @@ def test_two_of_them_answer_side_by_side_on_the_page(server, client, tmp_path):
     with started(tmp_path / "profile") as browser:
         browser.open(server.url)
         browser.wait(lambda: browser.text("model") == "gptfoxowl", "the models are listed")
-        for name, value in {"model": "fox", "second": "owl", "max_tokens": 8, "temperature": 0}.items():
-            browser.run(f"document.getElementById('{name}').value = '{value}'")
+        browser.set(model="fox", second="owl", max_tokens=8, temperature=0)
         for count, question in enumerate(("the cat", "and"), start=1):
             browser.write("prompt", question)
             browser.click("go")
@@ -254,22 +249,6 @@ def test_adapters_with_their_base_in_float32_fit_the_base_in_16_bits(served_chec
     halves = {name: to_bfloat16(value.astype(np.float32)) for name, value in values.items()}
     frozen = {name: value for name, value in halves.items() if ".lora." not in name}
     with_adapters = {name: from_bfloat16(value) for name, value in halves.items()}
-
-    def save(directory: Path, dtype: str, arrays: dict[str, np.ndarray], section: dict) -> Path:
-        tensors = [
-            TensorSlice(name, "model", dtype, value.shape, (0,) * value.ndim, value.shape, value)
-            for name, value in arrays.items()
-        ]
-        save_checkpoint(
-            directory,
-            epoch=0,
-            step=2,
-            tensors=tensors,
-            state={},
-            config={"Model": section},
-            vocab_size=MODEL["vocab_size"],
-        )
-        return directory
 
     base = save(tmp_path / "base", "BF16", frozen, {**MODEL})
     whole = save(tmp_path / "whole", "F32", with_adapters, model.model_dump(mode="json"))

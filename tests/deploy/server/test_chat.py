@@ -9,7 +9,7 @@ import pytest
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.data.chat.templates import find_template
 from ppfleetx.generation.generator import Generator
-from tests.deploy.server.conftest import Server
+from tests.deploy.server.conftest import Server, error_of
 
 SYSTEM = {"role": "system", "content": "Digits 31415926535897932384626433832795"}
 CHATS = [
@@ -197,9 +197,7 @@ def test_penalties_lower_repetition(client: openai.OpenAI) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_chat_is_refused(server: Server, body: dict, param: str, message: str) -> None:
-    answer = server.http.post("/v1/chat/completions", json={"messages": CHATS[0], **body})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = error_of(server.http.post("/v1/chat/completions", json={"messages": CHATS[0], **body}), 400)
     assert error["param"] == param
     assert message in error["message"]
 

@@ -18,7 +18,7 @@ from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.run import _make_server
 from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.generator import Generator
-from tests.deploy.server.conftest import ENDLESS
+from tests.deploy.server.conftest import ENDLESS, error_of
 from tests.deploy.server.in_process import Use, serve
 
 
@@ -62,8 +62,7 @@ def test_a_step_that_fails_fails_its_requests_only(in_server, caplog: pytest.Log
         beside = asyncio.create_task(complete(client, prompt=[1], max_tokens=8000, min_tokens=8000))
         await asyncio.sleep(0.2)
         answer = await complete(client, prompt=[[POISON], [2]])
-        assert answer.status_code == 500
-        error = answer.json()["error"]
+        error = error_of(answer, 500)
         assert error["type"] == "server_error"
         assert "see the server's log" in error["message"]
         assert "matrix" not in answer.text, "what went wrong inside is not the client's business"
@@ -79,15 +78,11 @@ def test_a_step_that_fails_fails_its_requests_only(in_server, caplog: pytest.Log
 def test_a_thread_that_dies_makes_the_server_unhealthy(in_server, caplog: pytest.LogCaptureFixture) -> None:
     async def use(client: httpx.AsyncClient, _: Service) -> None:
         assert (await client.get("/health")).json() == {"status": "ok"}
-        answer = await complete(client, prompt=[POISON])
-        assert answer.status_code == 500
-        assert answer.json()["error"]["code"] == "model_failed"
+        assert error_of(await complete(client, prompt=[POISON]), 500)["code"] == "model_failed"
         health = await client.get("/health")
         assert health.status_code == 503
         assert health.json() == {"status": "unhealthy"}
-        refused = await complete(client, prompt=[1])
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "unhealthy"
+        assert error_of(await complete(client, prompt=[1]), 503)["code"] == "unhealthy"
 
     in_server(use, error=SystemExit("the interpreter is going down"))
     assert "the model's thread has failed" in caplog.text
@@ -103,8 +98,7 @@ def test_a_defect_of_ours_is_a_500_without_details(
 
     async def use(client: httpx.AsyncClient, service: Service) -> None:
         answer = await complete(client, prompt="a")
-        assert answer.status_code == 500
-        assert answer.json()["error"]["code"] == "internal"
+        assert error_of(answer, 500)["code"] == "internal"
         assert "secret" not in answer.text
         assert 'ppfleetx_requests_total{status="500"} 1.0' in (await client.get("/metrics")).text
 
@@ -118,9 +112,7 @@ def test_a_second_signal_ends_at_the_next_step_what_the_first_let_go_on(in_serve
         await asyncio.sleep(0.2)
         server.handle_exit(signal.SIGINT, None)
         assert server.should_exit
-        refused = await complete(client, prompt=[1])
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "shutting_down"
+        assert error_of(await complete(client, prompt=[1]), 503)["code"] == "shutting_down"
         assert (await client.get("/health")).json() == {"status": "stopping"}
         assert not endless.done()
         server.handle_exit(signal.SIGINT, None)
@@ -171,8 +163,7 @@ def test_answers_that_take_too_long(in_server) -> None:
             complete(client, prompt=[1], **ENDLESS), complete(client, prompt=[1], stream=True, **ENDLESS)
         )
         assert 0.9 < time.monotonic() - began < 30
-        assert whole.status_code == 504
-        assert "not finished within 1 s (Serve.request_timeout)" in whole.json()["error"]["message"]
+        assert "not finished within 1 s (Serve.request_timeout)" in error_of(whole, 504)["message"]
         assert stream.status_code == 200
         *pieces, error, done = stream.text.removesuffix("\n\n").split("\n\n")
         assert pieces

@@ -12,7 +12,7 @@ import pytest
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.deploy.server.tool_calls import AnswerText
 from ppfleetx.generation.generator import Generator
-from tests.deploy.server.conftest import ORIGIN, Server
+from tests.deploy.server.conftest import ORIGIN, Server, error_of
 
 CHAT = [{"role": "user", "content": "the cat"}]
 needs_llguidance = pytest.mark.skipif(
@@ -131,8 +131,7 @@ def test_references_in_the_schema_of_a_tool(client: openai.OpenAI, given: dict) 
 @needs_llguidance
 def test_a_refused_pattern_is_explained(server: Server) -> None:
     answer = server.complete(structured_outputs={"regex": "(?=a)b"})
-    assert answer.status_code == 400
-    assert "look-ahead" in answer.json()["error"]["message"]
+    assert "look-ahead" in error_of(answer, 400)["message"]
 
 
 def test_tools_reach_the_template(server: Server, offline: Generator) -> None:
@@ -237,8 +236,7 @@ def test_a_wrong_request_names_its_parameter(
     server: Server, served_checkpoint: Path, route: str, body: dict, param: str
 ) -> None:
     answer = server.http.post(route, json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    assert error_of(answer, 400)["param"] == param
     assert str(served_checkpoint) not in answer.text
 
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.deploy.server.conftest import ENDLESS, KEY, Server
+from tests.deploy.server.conftest import ENDLESS, KEY, Server, error_of
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,8 @@ def test_without_the_key(
 ) -> None:
     headers = {} if given is None else {"Authorization": given.encode("latin-1")}
     answer = httpx.request(method, strict_server.url + path, headers=headers, content=b"x" * 5000)
-    assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    error = answer.json()["error"]
+    error = error_of(answer, 401)
     assert error["type"] == "authentication_error"
     assert message in error["message"]
 
@@ -57,8 +56,7 @@ def test_a_body_too_large(strict_server: Server, content) -> None:
         content=content() if callable(content) else content,
         headers={"Content-Type": "application/json"},
     )
-    assert answer.status_code == 413
-    assert "Serve.max_body_bytes" in answer.json()["error"]["message"]
+    assert "Serve.max_body_bytes" in error_of(answer, 413)["message"]
 
 
 def test_a_body_that_is_not_said_to_be_json(strict_server: Server) -> None:
@@ -67,8 +65,7 @@ def test_a_body_that_is_not_said_to_be_json(strict_server: Server) -> None:
         answer = strict_server.http.post(
             "/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": content_type}
         )
-        assert answer.status_code == 415
-        assert "application/json" in answer.json()["error"]["message"]
+        assert "application/json" in error_of(answer, 415)["message"]
 
 
 def test_a_full_queue(strict_server: Server) -> None:
@@ -84,10 +81,10 @@ def test_a_full_queue(strict_server: Server) -> None:
         assert strict_server.metric("ppfleetx_sequences_waiting") == 1
         answers = [strict_server.complete(), strict_server.complete(stream=True)]
     for answer in answers:
-        assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
-        assert answer.json()["error"]["type"] == "rate_limit_error"
-        assert "of at most 3" in answer.json()["error"]["message"]
+        error = error_of(answer, 429)
+        assert error["type"] == "rate_limit_error"
+        assert "of at most 3" in error["message"]
     strict_server.wait_for_metric("ppfleetx_sequences_running", 0)
     assert strict_server.metric("ppfleetx_sequences_waiting") == 0
     assert strict_server.complete().status_code == 200

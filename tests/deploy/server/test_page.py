@@ -37,13 +37,28 @@ def opened(browser: Browser, url: str, *, mode: str = "chat", **settings: object
     browser.wait(lambda: browser.text("model") == "gpt", "the name of the model is shown")
     if mode != "chat":
         browser.run(f"mode.value = '{mode}'; mode.dispatchEvent(new Event('change'))")
-    for name, value in {"temperature": 0, **settings}.items():
-        browser.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+    browser.set(temperature=0, **settings)
 
 
 def ended(browser: Browser, tokens: int) -> Callable[[], bool]:
     pattern = rf"{tokens} tokens in [\d.]+ s \([\d.]+ per second\), ended by length\."
     return lambda: re.fullmatch(pattern, browser.text("note")) is not None
+
+
+def ask(browser: Browser, question: str, tokens: int) -> None:
+    """Send a question, and wait for its answer of this many tokens."""
+    browser.run("say('')")
+    browser.set(prompt=question)
+    browser.click("go")
+    browser.wait(ended(browser, tokens), "the end is reported")
+
+
+def titles(browser: Browser) -> list[str]:
+    """The chats that the page lists."""
+    script = (
+        "return [...document.querySelectorAll('#chats li button:first-child')].map(one => one.textContent)"
+    )
+    return list(browser.run(script))
 
 
 STOP_WHILE_IT_WRITES = """
@@ -70,7 +85,7 @@ def test_text_comes_as_it_is_made_and_can_be_stopped(server: Server, browser: Br
     server.wait_for_metric("ppfleetx_sequences_running", 0)
     assert server.metric("ppfleetx_generated_tokens_total") - before < 1400, "it would end by itself at 1,411"
     browser.write("prompt", "the <b>hat</b>")
-    browser.run("document.getElementById('max_tokens').value = 20")
+    browser.set(max_tokens=20)
     browser.press(CONTROL, ENTER)
     browser.wait(ended(browser, 20), "the end is reported")
     expected = server.complete(prompt="the <b>hat</b>", temperature=0, max_tokens=20, echo=True)
@@ -91,11 +106,8 @@ def chat_answer(server: Server, turns: list[dict], tokens: int) -> str:
 def test_a_chat_with_the_keyboard_alone(server: Server, browser: Browser) -> None:
     """The field has the focus; Enter sends, Escape stops, and each question goes on from what was said."""
     opened(browser, server.url, max_tokens=12, system="Be brief.")
-    browser.press("h")
-    browser.press("i")
-    browser.press(SHIFT, ENTER)
-    browser.press("x")
-    browser.press(ENTER)
+    for keys in (("h",), ("i",), (SHIFT, ENTER), ("x",), (ENTER,)):
+        browser.press(*keys)
     browser.wait(ended(browser, 12), "the end is reported")
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi\nx"}]
     first = chat_answer(server, turns, 12)
@@ -106,7 +118,7 @@ def test_a_chat_with_the_keyboard_alone(server: Server, browser: Browser) -> Non
     turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "<i>and</i>"}]
     second = chat_answer(server, turns, 12)
     browser.wait(lambda: messages(browser)[2:] == ["<i>and</i>", shown(second)], "the second answer is shown")
-    browser.run("document.getElementById('max_tokens').value = 8000")
+    browser.set(max_tokens=8000)
     browser.write("prompt", "the cat")
     browser.press(ENTER)
     browser.wait(
@@ -121,11 +133,9 @@ def test_a_chat_with_the_keyboard_alone(server: Server, browser: Browser) -> Non
 def test_a_conversation_that_outgrows_the_model_goes_on(server: Server, browser: Browser) -> None:
     """As in the terminal, the oldest question and its answer are left out."""
     opened(browser, server.url, max_tokens=12)
-    browser.run("document.getElementById('prompt').value = 'the cat '.repeat(2500)")
-    browser.click("go")
-    browser.wait(ended(browser, 12), "the end is reported")
+    ask(browser, "the cat " * 2500, 12)
     second = "and the hat " * 1500
-    browser.run(f"document.getElementById('prompt').value = {json.dumps(second)}")
+    browser.set(prompt=second)
     browser.click("go")
     browser.wait(
         lambda: "no room for the oldest 2 messages" in browser.text("note"), "it says what it left out"
@@ -138,14 +148,14 @@ def test_the_defaults_fit_the_model_and_a_narrow_page_begins_new_chats(
     server: Server, browser: Browser
 ) -> None:
     opened(browser, server.url)
-    assert int(browser.run("return document.getElementById('max_tokens').value")) == 256
+    assert int(browser.get("max_tokens", "value")) == 256
     served = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
     assert served == 8192
     width = "return matchMedia('(max-width: 44rem)').matches"
     browser.resize(500, 800)
     try:
         assert browser.run(width)
-        assert browser.run("return document.getElementById('new').getBoundingClientRect().width") > 0
+        assert browser.get("new", "getBoundingClientRect().width") > 0
         browser.resize(390, 844)  # a telephone
         assert browser.run("return document.documentElement.scrollWidth") == 390
         assert browser.run("return document.querySelector('header').offsetHeight") < 60, "one line"
@@ -159,7 +169,7 @@ def test_the_defaults_fit_the_model_and_a_narrow_page_begins_new_chats(
             "dispatchEvent(new StorageEvent('storage', { key: CHATS }))"
         )
         assert browser.run("return document.documentElement.scrollWidth") == 390
-        assert 0 < int(browser.run("return document.getElementById('chats').offsetHeight")) < 70
+        assert 0 < int(browser.get("chats", "offsetHeight")) < 70
         browser.run("document.querySelector('#chats li button').click()")
         assert messages(browser) == ["kept 0 " * 9]
     finally:
@@ -176,22 +186,16 @@ def test_chats_are_kept_until_they_are_deleted(server: Server, browser: Browser)
     opened(browser, server.url, max_tokens=3)
     for question in ("the first", "the second"):
         browser.click("new")
-        browser.write("prompt", question)
-        browser.click("go")
-        browser.wait(ended(browser, 3), "the end is reported")
-        browser.run("say('')")
-    titles = (
-        "return [...document.querySelectorAll('#chats li button:first-child')].map(one => one.textContent)"
-    )
+        ask(browser, question, 3)
     browser.open(server.url)
-    browser.wait(lambda: browser.run(titles) == ["the second", "the first"], "they are listed")
+    browser.wait(lambda: titles(browser) == ["the second", "the first"], "they are listed")
     assert messages(browser) == []
     browser.run("document.querySelectorAll('#chats li button:first-child')[1].click()")
     assert messages(browser)[0] == "the first"
     assert len(messages(browser)) == 2
     browser.run("document.querySelectorAll('#chats li button:last-child')[1].click()")
     assert messages(browser) == []
-    assert browser.run(titles) == ["the second"]
+    assert titles(browser) == ["the second"]
 
 
 def press_small(browser: Browser, label: str, place: int) -> None:
@@ -205,29 +209,21 @@ def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
 ) -> None:
     opened(browser, server.url, max_tokens=6, system="Be brief.")
     for question in ("the first", "the second"):
-        browser.write("prompt", question)
-        browser.click("go")
-        browser.wait(ended(browser, 6), "the end is reported")
-        browser.run("say('')")
+        ask(browser, question, 6)
+    browser.run("say('')")
     before = messages(browser)
     press_small(browser, "Again", -1)
     browser.wait(ended(browser, 6), "the end is reported")
     assert messages(browser) == before, "the likeliest tokens once more, in the same place"
     press_small(browser, "Edit", 0)
     assert messages(browser) == []
-    assert browser.run("return document.getElementById('prompt').value") == "the first"
+    assert browser.get("prompt", "value") == "the first"
     browser.click("new")
-    titles = (
-        "return [...document.querySelectorAll('#chats li button:first-child')].map(one => one.textContent)"
-    )
-    assert browser.run(titles) == ["the first"], "a question that was not asked again changes nothing"
+    assert titles(browser) == ["the first"], "a question that was not asked again changes nothing"
     browser.run("document.querySelector('#chats li button').click()")
     assert messages(browser) == before
     press_small(browser, "Edit", 0)
-    browser.write("prompt", "another")
-    browser.run("say('')")
-    browser.click("go")
-    browser.wait(ended(browser, 6), "the end is reported")
+    ask(browser, "another", 6)
     assert messages(browser)[0] == "another" and len(messages(browser)) == 2
     browser.run(
         "URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return '#'; }"
@@ -259,18 +255,18 @@ def test_what_the_server_refuses_is_shown(server: Server, browser: Browser) -> N
     """A message that alone is too long."""
     opened(browser, server.url, max_tokens=20)
     question = "the cat " * 9000
-    browser.run(f"document.getElementById('prompt').value = {json.dumps(question)}")
+    browser.set(prompt=question)
     browser.click("go")
     browser.wait(lambda: browser.text("note").startswith("messages: "), "the message is shown")
-    assert browser.run("return document.getElementById('note').className") == "bad"
-    assert browser.run("return document.getElementById('go').disabled") is False
+    assert browser.get("note", "className") == "bad"
+    assert browser.get("go", "disabled") is False
     assert messages(browser) == []
-    assert browser.run("return document.getElementById('prompt').value") == question, "to be sent again"
+    assert browser.get("prompt", "value") == question, "to be sent again"
 
 
 def test_a_key_is_asked_for(strict_server: Server, browser: Browser) -> None:
     browser.open(strict_server.url)
-    browser.wait(lambda: browser.run("return !document.getElementById('keybox').hidden"), "a field appears")
+    browser.wait(lambda: not browser.get("keybox", "hidden"), "a field appears")
     assert browser.text("note").startswith("a key is needed")
     browser.write("key", "wrong")
     browser.press(ENTER)
@@ -278,7 +274,7 @@ def test_a_key_is_asked_for(strict_server: Server, browser: Browser) -> None:
     browser.write("key", KEY)
     browser.press(TAB)
     browser.wait(lambda: browser.text("model") == "tiny", "it is taken")
-    browser.run("document.getElementById('max_tokens').value = 5")
+    browser.set(max_tokens=5)
     browser.write("prompt", "the cat")
     browser.click("go")
     browser.wait(lambda: " tokens in " in browser.text("note"), "it is used")

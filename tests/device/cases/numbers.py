@@ -16,7 +16,7 @@ from ppfleetx.distributed.device import allow_tf32, has_kernels
 from ppfleetx.nn.attention_kernels import KernelOptions, reference_attention
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import RotaryEmbedding
 from tests.device.test_numbers import OPERATORS
 
 S, B, H, V = 24, 3, 64, 96

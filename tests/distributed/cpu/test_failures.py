@@ -15,34 +15,25 @@ def told(outcomes: list[Outcome]) -> list[tuple[float, str]]:
     return [(float(seconds), message) for seconds, message in alive]
 
 
-def test_a_killed_rank_is_named_by_all_others(pools):
-    pool = pools(4)
-    messages = told(pool.call(CASES + "die", rank=1, how="kill", timeout=20))
-    assert len(messages) == 3
+@pytest.mark.parametrize(
+    ("size", "case", "arguments", "reason"),
+    [
+        (4, "die", {"rank": 1, "how": "kill"}, ""),
+        (2, "die", {"rank": 1, "how": "goodbye"}, ": it has ended"),
+        (3, "die_in_transfer", {"rank": 2, "after": 0.1}, ""),
+        (3, "die_in_transfer", {"rank": 2, "after": 0.137}, ""),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_by_all_others(pools, size, case, arguments, reason):
+    pool, rank = pools(size), arguments["rank"]
+    outcomes = pool.call(CASES + case, timeout=30, **arguments)
+    pool.usable = False
+    messages = told(outcomes[:rank] + outcomes[rank + 1 :])
+    assert len(messages) == size - 1
     for seconds, message in messages:
         assert message.startswith("PeerLostError")
-        assert re.search(r"rank 1 at 127\.0\.0\.1:\d+ is gone", message)
+        assert re.search(rf"rank {rank} at 127\.0\.0\.1:\d+ is gone{reason}", message)
         assert seconds < 5
-
-
-def test_a_rank_killed_in_a_transfer_is_named(pools):
-    for after in (0.1, 0.137):
-        pool = pools(3)
-        messages = told(pool.call(CASES + "die_in_transfer", rank=2, after=after, timeout=30))
-        assert len(messages) == 2
-        for seconds, message in messages:
-            assert message.startswith("PeerLostError")
-            assert re.search(r"rank 2 at [\d.:]+ is gone", message)
-            assert seconds < 5
-
-
-def test_a_rank_that_ends_early_is_named(pools):
-    pool = pools(2)
-    outcomes = pool.call(CASES + "die", rank=1, how="goodbye", timeout=20)
-    pool.usable = False
-    seconds, message = outcomes[0].value.split(" ", 1)
-    assert re.search(r"rank 1 at [\d.:]+ is gone: it has ended", message)
-    assert float(seconds) < 5
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.registries import CALLBACKS, LOGGERS
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.metrics import LogWriters
+from ppfleetx.core.engine.callbacks.metrics import LogWriters, check_options
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import joint_errors
 
@@ -58,7 +57,7 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
         target = CALLBACKS.target(item.name)
         # Built-in callbacks without options are not imported here, because they import Paddle.
         if item.options or not isinstance(target, str):
-            _check_options(CALLBACKS.load(item.name), item)
+            check_options(CALLBACKS.load(item.name), item, _KEY)
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
@@ -69,7 +68,7 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
             make = CALLBACKS.load(item.name)
-            _check_options(make, item)
+            check_options(make, item, _KEY)
             if _is_here(item.name, setup.ctx):
                 callback = make(setup, **item.options)
                 if callback is not None:
@@ -125,20 +124,6 @@ def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]
             yield from (CallbackConfig(name=name) for name in target)
         else:
             yield item
-
-
-def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
-    if not callable(make):
-        raise ConfigError(
-            f"was registered as {shown(make)}, which cannot be called", key=_KEY, value=item.name
-        )
-    signature = inspect.signature(make)
-    try:
-        signature.bind(None, **item.options)
-    except TypeError as error:
-        takes = list(signature.parameters)[1:]
-        listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
-        raise ConfigError(f"options of {item.name}: {error}; {listed}", key=_KEY, value=item.name) from None
 
 
 def _is_here(name: str, ctx: ParallelContext) -> bool:

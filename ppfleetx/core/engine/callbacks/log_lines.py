@@ -42,43 +42,30 @@ class TrainLog(Periodic):
             get_logger().info(run.utilization.describe())
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
-        get_logger().info(train_line(record, window, window.rates(run)))
+        get_logger().info(_train_line(record, window, window.rates(run)))
         if record.sources:
-            get_logger().info(sources_line(record))
+            listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
+            get_logger().info(f"loss per source at global step {record.step}, {listed}")
         if record.own_metrics:
-            get_logger().info(metrics_line(record))
+            # Metrics of one layer, such as expert_load/3, are only in the metrics file.
+            metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
+            listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
+            get_logger().info(f"metrics at global step {record.step}, {listed}")
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        get_logger().info(eval_line(record))
+        what = "examples" if record.ppl is None else "tokens"
+        numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
+        listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
+        get_logger().info(
+            f"eval at global step {record.step}, loss: {record.loss:.9f}, {listed}"
+            f"{what}: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
+            f"{'' if record.name is None else f', set: {record.name}'}"
+        )
 
 
-def eval_line(record: EvalRecord) -> str:
-    what = "examples" if record.ppl is None else "tokens"
-    numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
-    listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
-    return (
-        f"eval at global step {record.step}, loss: {record.loss:.9f}, {listed}"
-        f"{what}: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
-        f"{'' if record.name is None else f', set: {record.name}'}"
-    )
-
-
-def sources_line(record: StepRecord) -> str:
-    listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
-    return f"loss per source at global step {record.step}, {listed}"
-
-
-def metrics_line(record: StepRecord) -> str:
-    """Return the log line with the metrics of the task and of the model's layers. Metrics of one layer, such
-    as ``expert_load/3``, are only in the metrics file."""
-    metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
-    listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
-    return f"metrics at global step {record.step}, {listed}"
-
-
-def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
+def _train_line(record: StepRecord, window: Window, rates: Mapping[str, float]) -> str:
     """Return the log line of a step in FleetX's format, which users' scripts parse. ``rates`` are TFLOP/s and
-    MFU, from :meth:`Window.rates`; None to leave them out."""
+    MFU, from :meth:`Window.rates`."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -86,7 +73,6 @@ def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | 
         f"ips_total: {window.ips_total:.0f} tokens/s, ips: {window.ips:.0f} tokens/s, "
         f"learning rate: {record.lr:.5e}, grad norm: {record.grad_norm:.5f}"
     )
-    rates = rates or {}
     for name, key in (("TFLOP/s per device", "tflops_per_device"), ("MFU", "mfu")):
         text += f", {name}: {rates[key]:.4g}" if key in rates else ""
     if record.loss_scale is None:

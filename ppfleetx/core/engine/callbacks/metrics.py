@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import inspect
 import json
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.ineffective_options import refuse_absent
 from ppfleetx.config.registries import LOGGERS
+from ppfleetx.config.sections.engine import CallbackConfig, LoggerConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import CallbackSetup
 from ppfleetx.core.engine.callbacks.log_lines import Periodic
 from ppfleetx.core.engine.check_output_dir import METRICS_FILE
 from ppfleetx.core.engine.run_view import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.loggers.base import LogStart, LogWriter
-from ppfleetx.core.loggers.files import VisualDL, visual_dl_is_installed
+from ppfleetx.core.loggers.files import VisualDL
 from ppfleetx.resilience.loss_spikes import Spike
 from ppfleetx.resilience.stragglers import Stragglers
 from ppfleetx.utils.log import get_logger
@@ -217,6 +219,22 @@ def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bo
 _KEY = "Engine.loggers"
 
 
+def check_options(make: Callable[..., Any], item: CallbackConfig | LoggerConfig, key: str) -> None:
+    """Raise ConfigError if the class or function ``make`` of a callback or logger does not take the options
+    of ``item``. ``key`` is the configuration key that lists ``item``."""
+    if not callable(make):
+        raise ConfigError(
+            f"was registered as {shown(make)}, which cannot be called", key=key, value=item.name
+        )
+    signature = inspect.signature(make)
+    try:
+        signature.bind(None, **item.options)
+    except TypeError as error:
+        takes = list(signature.parameters)[1:]
+        listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
+        raise ConfigError(f"options of {item.name}: {error}; {listed}", key=key, value=item.name) from None
+
+
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
     """Create the log writers that ``Engine.loggers`` names. Loggers that are callbacks are left out. Opens no
     file. Raises ConfigError if the options of a writer are wrong."""
@@ -226,10 +244,7 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
         if LOGGERS.traits(item.name).callback is not None:
             continue
         make = LOGGERS.load(item.name)
-        try:
-            inspect.signature(make).bind(output_dir, **item.options)
-        except TypeError as error:
-            raise ConfigError(f"options of {item.name}: {error}", key=_KEY, value=item.name) from None
+        check_options(make, item, _KEY)
         writer = make(output_dir, **item.options)
         if not isinstance(writer, LogWriter):
             raise ConfigError("must be a LogWriter", key=_KEY, value=item.name)
@@ -257,7 +272,7 @@ class LogWriters(Recorder):
         """Create the callback with VisualDL as its only writer. Returns None when not training, if VisualDL
         is not installed, or if ``Engine.loggers`` already names it."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
-        if named or not setup.trains or not visual_dl_is_installed():
+        if named or not setup.trains or importlib.util.find_spec("visualdl") is None:
             return None
         return cls({"visualdl": VisualDL(setup.output_dir)}, setup.cfg.Engine.logging_freq)
 
