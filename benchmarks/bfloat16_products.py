@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness import cpu_seconds, result_of, start_paddle
 
 SHAPES = {"12x768": (1024, 768, 3072), "6x384": (2048, 384, 1536)}  # rows, in, out
 PRODUCTS = ("forward", "input gradient", "weight gradient")
@@ -60,17 +56,12 @@ def main() -> None:
 
 def spawn(worker: str, python: str, args: argparse.Namespace) -> dict[str, float]:
     """Seconds of each product of one library, in a process of its own."""
-    command = [python, __file__, "--worker", worker, "--threads", str(args.threads)]
-    environ = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    words = ("--worker", worker, "--threads", str(args.threads))
+    return result_of(__file__, words, args.threads, python)
 
 
 def ours() -> dict[str, float]:
-    from ppfleetx.utils.process_env import import_paddle, prepare_process
-
-    prepare_process()
-    import_paddle()
+    start_paddle()
     import paddle
 
     from ppfleetx.nn.cpu_ops import bfloat16
@@ -115,12 +106,7 @@ def peer(threads: int) -> dict[str, float]:
 
 def seconds(call: Callable[[], object]) -> float:
     """Median CPU time of a call."""
-    times = []
-    for _ in range(CALLS):
-        begin = time.process_time()
-        call()
-        times.append(time.process_time() - begin)
-    return statistics.median(times[3:])
+    return statistics.median([cpu_seconds(call) for _ in range(CALLS)][3:])
 
 
 if __name__ == "__main__":

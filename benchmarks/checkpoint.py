@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,9 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness  # noqa: F401 - the project can be imported
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppfleetx.checkpoint.manager import BackgroundManager, save_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint

@@ -11,7 +11,8 @@ trained a little more, without and with the whole model as its teacher, and the 
 generates 64 tokens after 64, one text, one thread, in rounds.
 
 What is there already is not made again, so that it can be stopped and goes on. It takes an hour of one
-core. The results are written into benchmarks/compress.json; benchmarks/compress_picture.py draws them.
+core. The results are written into benchmarks/compress.json. ``--draw`` measures nothing, draws them into
+docs/images/compress.png, and prints the tables of docs/numerics.md, without what was not measured.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from harness import ROOT, Worker, in_rounds, pyplot, ratios
+
 RESULTS = ROOT / "benchmarks" / "compress.json"
 CORPUS = "quickstart/data/stdlib_text_document"
 HELD_OUT = 20  # one document of so many, at the end, is in no training; configurations say [95, 5, 0]
@@ -83,7 +84,8 @@ CONFIG = ROOT / "ppfleetx" / "configs" / "nlp" / "gpt" / "pretrain_gpt_tiny.yaml
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--room", type=Path, required=True)
+    parser.add_argument("--room", type=Path, help="where everything is made")
+    parser.add_argument("--draw", action="store_true", help="draw what was measured")
     parser.add_argument("--hf-python", default=sys.executable)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--only", choices=["quality", "speed"], help="do one of the two parts")
@@ -92,6 +94,11 @@ def main() -> None:
         serve(sys.argv[2])
         return
     args = parser.parse_args()
+    if args.draw:
+        draw_results()
+        return
+    if args.room is None:
+        parser.error("--room is missing")
     room = Room(args.room.resolve(), args.hf_python, args.threads)
     room.make_corpus()
     for name in args.models:
@@ -228,24 +235,21 @@ def _num_bytes(checkpoint: Path) -> int:
 
 def measure_speed(room: Room, name: str) -> None:
     """Tokens per CPU second of every form that is there, in rounds."""
-    from benchmarks import decode
-
     rows = read_results()["models"][name]["rows"]
     places = {"float32": room.whole_model(name)} | {
         form: room.path / f"{name}.{_plain(form)}"
         for form in rows
         if form != "float32" and form not in AS_FAST_AS
     }
-    workers = {form: decode.Worker(str(place), 1, __file__) for form, place in places.items()}
+    workers = {form: Worker(__file__, str(place), 1) for form, place in places.items()}
     try:
-        measured = decode.measure(workers, 1, MODELS[name].rounds)
+        measured = in_rounds(workers, 1, MODELS[name].rounds)
     finally:
         for worker in workers.values():
             worker.close()
     for form in rows:
         runs = measured[AS_FAST_AS.get(form, form)]
-        pairs = zip(runs, measured["float32"], strict=True)
-        ratio = statistics.median(a["tokens_per_cpu_s"] / b["tokens_per_cpu_s"] for a, b in pairs)
+        ratio = statistics.median(ratios(runs, measured["float32"], "tokens_per_cpu_s"))
         speed = statistics.median(run["tokens_per_cpu_s"] for run in runs)
         record(name, form, {"tokens_per_cpu_second": round(speed, 1), "times_float32": round(ratio, 2)})
 
@@ -254,7 +258,8 @@ def serve(checkpoint: str) -> None:
     """In a worker: generate with a checkpoint when asked to."""
     from contextlib import ExitStack
 
-    from benchmarks import decode
+    import decode
+
     from ppfleetx.commands.generate import load_generator
     from ppfleetx.commands.initialize import start_with
     from ppfleetx.commands.resolve_model import resolve_model
@@ -284,6 +289,108 @@ def record(name: str, form: str, values: dict[str, float]) -> None:
 
 def _plain(form: str) -> str:
     return form.replace(",", "").replace(" ", "-")
+
+
+# -- what docs/numerics.md shows
+
+PICTURE = ROOT / "docs" / "images" / "compress.png"
+COLUMNS = {
+    "mb": ("MB", "{:.1f}"),
+    "perplexity": ("perplexity", "{:.2f}"),
+    "change": ("change", "{:+.2%}"),
+    "output_error": ("error of a layer", "{:.2%}"),
+    "tokens_per_cpu_second": ("tokens per CPU second", "{:.0f}"),
+    "times_float32": ("over float32", "{:.2f}"),
+}
+LEARNED = 8.0
+DRAWN = ("change", "times_float32")
+COLOURS = {"float32": "#333333", "pruned": "#b35900", "int4": "#0b6e4f", "int8": "#1f5fa8", "W8A8": "#1f5fa8"}
+
+Rows = dict[str, dict[str, float]]
+
+
+def draw_results() -> None:
+    """Print the table of each model, and draw those that have learned anything."""
+    drawn = {}
+    for name, model in read_results()["models"].items():
+        rows = with_change(model["rows"])
+        print(f"{name}: {model['about']}\n\n{table(rows)}\n")
+        has_learned = rows["float32"]["loss"] < LEARNED  # what guesses at random has no quality to lose
+        if has_learned and all(key in row for row in rows.values() for key in DRAWN):
+            drawn[model["about"]] = rows
+    draw(drawn)
+
+
+def with_change(rows: Rows) -> Rows:
+    """With the change of perplexity against float32, as a share."""
+    whole = rows["float32"]["perplexity"]
+    return {form: {**row, "change": row["perplexity"] / whole - 1} for form, row in rows.items()}
+
+
+def table(rows: Rows) -> str:
+    """The rows as Markdown."""
+    columns = {key: value for key, value in COLUMNS.items() if any(key in row for row in rows.values())}
+    lines = [
+        "| | " + " | ".join(title for title, _ in columns.values()) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for form, row in rows.items():
+        empty = {"change", "times_float32"} if form == "float32" else ()
+        cells = [
+            text.format(row[key]) if key in row and key not in empty else ""
+            for key, (_, text) in columns.items()
+        ]
+        lines.append("| " + " | ".join([form, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def draw(models: dict[str, Rows]) -> None:
+    """Change of perplexity against speed, a panel for each model."""
+    figure, panels = pyplot().subplots(1, len(models), figsize=(4.6 * len(models) + 1, 4), squeeze=False)
+    for axes, (about, rows) in zip(panels[0], models.items(), strict=True):
+        _draw_panel(axes, rows)
+        axes.set_title(about, fontsize=10)
+        axes.set_xlabel("tokens per CPU second, over float32 (one text, one thread)")
+    panels[0][0].set_ylabel("change of perplexity, %")
+    figure.tight_layout()
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
+
+
+def _draw_panel(axes: Any, rows: Rows) -> None:
+    """Points, and aslant beside them their names, together where points lie in one place."""
+    points = {form: (row["times_float32"], 100 * row["change"]) for form, row in rows.items()}
+    xs, ys = zip(*points.values(), strict=True)
+    width, height = max(xs) - min(xs), max(ys) - min(ys)
+    axes.set_xlim(min(xs) - 0.1 * width, max(xs) + 0.35 * width)
+    axes.set_ylim(min(ys) - 0.15 * height, max(ys) + 0.4 * height)
+    names: dict[tuple[float, float], list[str]] = {}
+    for form, (x, y) in points.items():
+        axes.scatter(
+            [x], [y], s=160 * rows[form]["mb"] / rows["float32"]["mb"], color=_colour_of(form), alpha=0.7
+        )
+        near = (at for at in names if abs(at[0] - x) < 0.01 * width and abs(at[1] - y) < 0.03 * height)
+        names.setdefault(next(near, (x, y)), []).append(form)
+    for place, found in names.items():
+        below = any(
+            0 < place[0] - at[0] < 0.05 * width and abs(at[1] - place[1]) < 0.05 * height for at in names
+        )
+        axes.annotate(
+            " / ".join(found),
+            place,
+            textcoords="offset points",
+            xytext=(4, -5) if below else (4, 5),
+            rotation=-25 if below else 25,
+            rotation_mode="anchor",
+            verticalalignment="top" if below else "baseline",
+            fontsize=8.5,
+            color=_colour_of(found[0]),
+        )
+    axes.grid(alpha=0.3)
+
+
+def _colour_of(form: str) -> str:
+    return next(colour for key, colour in COLOURS.items() if key in form)
 
 
 if __name__ == "__main__":

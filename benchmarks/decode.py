@@ -23,24 +23,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from harness import Clock, Worker, compile_operators, exported_program, in_rounds, random_model, report
 
 if TYPE_CHECKING:
     from ppfleetx.generation.decoding_session import NextTokenModel
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 LAYERS, HIDDEN, HEADS, VOCAB, POSITIONS = 12, 768, 12, 50304, 1024
 PROMPT, NEW = 64, 64
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": POSITIONS,
+}
 GUESSES = 16  # the default of Generation.prompt_lookup_num_tokens
 
 Generate = Callable[[list[list[int]]], list[list[int]]]
@@ -58,88 +58,16 @@ def main() -> None:
     if args.worker:
         serve(MODES[args.worker](args.threads))
         return
-    operators = [sys.executable, "-m", "ppfleetx.nn.cpu_ops", "--if-possible"]
-    subprocess.run(operators, cwd=ROOT, check=True)
-    workers = {mode: Worker(mode, args.threads) for mode in args.modes}
+    compile_operators()
+    count = ("--threads", str(args.threads))
+    workers = {mode: Worker(__file__, mode, args.threads, *count) for mode in args.modes}
     try:
         for batch in args.batches:
             fitting = {m: worker for m, worker in workers.items() if batch == 1 or m not in ONE_ROW}
-            report(batch, measure(fitting, batch, args.pairs), COMPARED)
+            report(f"batch {batch}", in_rounds(fitting, batch, args.pairs), COMPARED)
     finally:
         for worker in workers.values():
             worker.close()
-
-
-def measure(workers: dict[str, Worker], batch: int, pairs: int) -> dict[str, list[dict[str, float]]]:
-    """One untimed round, then ``pairs`` timed ones: what each mode measured, round by round."""
-    results: dict[str, list[dict[str, float]]] = {mode: [] for mode in workers}
-    for number in range(pairs + 1):
-        for mode, worker in workers.items():
-            result = worker.run(batch)
-            if number:
-                results[mode].append(result)
-    return results
-
-
-def report(
-    batch: int,
-    results: dict[str, list[dict[str, float]]],
-    compared: Sequence[tuple[str, str]],
-) -> None:
-    """Print every mode, and its ratio to Hugging Face's (or to our greedy search) round by round."""
-    for mode, runs in results.items():
-        cpu = [run["tokens_per_cpu_s"] for run in runs]
-        wall = statistics.median(run["tokens_per_s"] for run in runs)
-        print(
-            f"batch {batch}  {mode:17} {statistics.median(cpu):7.2f} tokens per CPU second "
-            f"({min(cpu):.2f} to {max(cpu):.2f}), {wall:.2f} per second"
-        )
-    for mode, reference in compared:
-        if mode in results and reference in results:
-            pairs = zip(results[mode], results[reference], strict=True)
-            ratios = [ours["tokens_per_cpu_s"] / theirs["tokens_per_cpu_s"] for ours, theirs in pairs]
-            text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            print(f"batch {batch}  {mode} / {reference}: {text}; median {statistics.median(ratios):.2f}")
-    sys.stdout.flush()
-
-
-class Worker:
-    """A process that has one mode's model and works when it is asked to; other benchmarks use it, too."""
-
-    def __init__(
-        self,
-        mode: str,
-        threads: int,
-        program: str = __file__,
-        python: str = sys.executable,
-        options: Sequence[str] = (),
-    ) -> None:
-        environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [python, program, "--worker", mode, *options]
-        if program == __file__:
-            command += ["--threads", str(threads)]
-        self._process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self, batch: int) -> dict[str, float]:
-        self.start(batch)
-        return self.result()
-
-    def start(self, request: object) -> None:
-        """Send one line, which the worker answers with one of JSON."""
-        self._process.stdin.write(f"{request}\n")
-        self._process.stdin.flush()
-
-    def result(self) -> dict[str, float]:
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise SystemExit(f"a worker ended with code {self._process.wait()}")
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def serve(generate: Generate) -> None:
@@ -148,12 +76,12 @@ def serve(generate: Generate) -> None:
 
     for line in sys.stdin:
         prompts = np.random.default_rng(0).integers(0, VOCAB, (int(line), PROMPT)).tolist()
-        cpu, wall = time.process_time(), time.perf_counter()
+        clock = Clock()
         rows = generate(prompts)
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         tokens = sum(map(len, rows))
+        rates = clock.rates(tokens)
         assert tokens == len(prompts) * NEW
-        print(json.dumps({"tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}), flush=True)
+        print(json.dumps(rates), flush=True)
 
 
 def ours(
@@ -188,73 +116,23 @@ def ours(
 
 
 def exported(
-    threads: int,
-    *,
-    top_k: int = 1,
-    top_p: float = 1.0,
-    most_guesses: int = 0,
-    model: Callable[[], NextTokenModel] | None = None,
+    threads: int, *, model: Callable[[], NextTokenModel] | None = None, **options: float
 ) -> Generate:
     """The same model as an exported program. Exporting takes a minute before the first round."""
-    next_token = (model or our_model)()
     import numpy as np
 
-    from ppfleetx.config.sections.root import InferenceConfig
-    from ppfleetx.deploy.export_dir import PROGRAM
-    from ppfleetx.deploy.inference_engine import Program
-    from ppfleetx.deploy.static.program import save_program
-    from ppfleetx.generation.gumbel_sampling import RandomStream
-
-    with tempfile.TemporaryDirectory() as directory:
-        save_program(next_token, POSITIONS, Path(directory) / PROGRAM)
-        files = [path.name for path in Path(directory).iterdir()]
-        program = Program(Path(directory), files, InferenceConfig(cpu_threads=threads), "cpu")
+    run = exported_program((model or our_model)(), POSITIONS, VOCAB, threads)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
-        rows = len(prompts)
-        streams = [RandomStream(0, row, 0, VOCAB) for row in range(rows)]
-        return program.run(
-            {
-                "tokens": np.array(prompts),
-                "padding": np.zeros(rows, np.int64),
-                "max_new_tokens": np.full(rows, NEW),
-                "exponentials": np.stack([stream.numbers(0, NEW) for stream in streams]),
-                "end_ids": np.array([-1]),
-                "min_new_tokens": np.array([0]),
-                "repetition_penalty": np.array([1.0], np.float32),
-                "temperature": np.array([1.0], np.float32),
-                "top_k": np.array([top_k]),
-                "top_p": np.array([top_p], np.float32),
-                "most_guesses": np.array([most_guesses]),
-            }
-        ).tolist()
+        tokens, padding = np.array(prompts), np.zeros(len(prompts), np.int64)
+        return run(tokens, padding, NEW, range(len(prompts)), **options)
 
     return generate
 
 
 def our_model(**sizes: int) -> NextTokenModel:
-    """This project's model with random weights, in a process that has its CPU settings; ``sizes`` are keys of
-    ``Model`` that differ."""
-    from ppfleetx.utils.process_env import import_paddle, prepare_process
-
-    prepare_process()
-    import_paddle()
-    from ppfleetx.config.sections.root import ModelConfig
-    from ppfleetx.generation.decoding_session import NextTokenModel
-    from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged_model import StagedModel
-    from ppfleetx.nn.layer_factory import InferenceFactory
-
-    own = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "max_position_embeddings": POSITIONS,
-    }
-    model = StagedModel(gpt_stages(ModelConfig(**{**own, **sizes}), InferenceFactory()), seed=0)
-    model.eval()
-    return NextTokenModel(model, VOCAB)
+    """This project's model of this shape with random weights; ``sizes`` are keys of ``Model`` that differ."""
+    return random_model(**{**SHAPE, **sizes})
 
 
 def hugging_face(threads: int, *, prepare: Callable[[Any], Any] | None = None, **options: int) -> Generate:

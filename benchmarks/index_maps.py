@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness  # noqa: F401 - the project can be imported
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppfleetx.data.blended import blending_indices
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions

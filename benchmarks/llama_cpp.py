@@ -28,18 +28,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # instead of this directory, whose llama_cpp is this file
+from harness import ROOT, Clock, Worker, compile_operators, in_rounds, report
 
-from benchmarks.decode import Worker
+# Instead of this directory, whose llama_cpp is this file. The project's own is on the path by now.
+sys.path.remove(str(Path(__file__).resolve().parent))
 
 NEW, PROMPT, PREFILL = 64, 64, 512
 TASKS = {"decode, batch 1": (1, PROMPT), "decode, batch 8": (8, PROMPT), "prefill 512": (1, PREFILL)}
@@ -64,7 +61,7 @@ def main() -> None:
         return
     if not args.pair:
         parser.error("--pair is missing")
-    subprocess.run([sys.executable, "-m", "ppfleetx.nn.cpu_ops", "--if-possible"], cwd=ROOT, check=True)
+    compile_operators()
     for threads in args.threads:
         for checkpoint, gguf in args.pair:
             compare(checkpoint, gguf, threads, args.tasks, args.rounds, args.llama_python)
@@ -72,55 +69,35 @@ def main() -> None:
 
 def compare(checkpoint: str, gguf: str, threads: int, tasks: list[str], rounds: int, python: str) -> None:
     """Print what one pair of models takes for each task."""
-    count = ["--num-threads", str(threads)]
+    count = ("--num-threads", str(threads))
     workers = {
-        "ours": Worker("ours", threads, __file__, options=["--model", checkpoint, *count]),
-        "llama": Worker("llama", threads, __file__, python, ["--model", gguf, *count]),
+        "ours": Worker(__file__, "ours", threads, "--model", checkpoint, *count),
+        "llama": Worker(__file__, "llama", threads, "--model", gguf, *count, python=python),
     }
     try:
         text = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("generation", "finetuning"))
-        ids = ask(workers["ours"], text=text)["ids"]
+        ids = workers["ours"].run(json.dumps({"text": text}))["ids"]
         print(f"\n{checkpoint} and {gguf}, threads {threads}")
         for task in tasks:
             batch, length = TASKS[task]
             new = 1 if length == PREFILL else NEW
             prompts = [ids[row * length : (row + 1) * length] for row in range(batch)]
-            results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-            for number in range(rounds + 1):  # the first is not counted
-                for name, worker in workers.items():
-                    result = ask(worker, prompts=prompts, new=new)
-                    if number:
-                        results[name].append(result)
-            report(task, results)
+            request = json.dumps({"prompts": prompts, "new": new})
+            results = in_rounds(workers, request, rounds)
+            starts = [
+                equal_start(*rows)
+                for rows in zip(*(runs[0]["rows"] for runs in results.values()), strict=True)
+            ]
+            print(f"{task}: equal tokens before the first difference {starts} of {new}")
+            report(task, results, [("ours", "llama")])
     finally:
         for worker in workers.values():
             worker.close()
 
 
-def report(task: str, results: dict[str, list[dict[str, Any]]]) -> None:
-    ours, theirs = (results[name] for name in ("ours", "llama"))
-    shared = [equal_start(*rows) for rows in zip(ours[0]["rows"], theirs[0]["rows"], strict=True)]
-    print(f"{task}: equal tokens before the first difference {shared} of {len(ours[0]['rows'][0])}")
-    for name, runs in results.items():
-        speeds = [run["tokens_per_cpu_s"] for run in runs]
-        wall = statistics.median(run["tokens_per_s"] for run in runs)
-        print(
-            f"{task}: {name:5} {statistics.median(speeds):8.1f} tokens per CPU second "
-            f"({min(speeds):.1f} to {max(speeds):.1f}), {wall:.1f} per second"
-        )
-    ratios = [a["tokens_per_cpu_s"] / b["tokens_per_cpu_s"] for a, b in zip(ours, theirs, strict=True)]
-    text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"{task}: ours / llama.cpp {text}; median {statistics.median(ratios):.2f}", flush=True)
-
-
 def equal_start(first: list[int], second: list[int]) -> int:
     pairs = enumerate(zip(first, second, strict=True))
     return next((i for i, (a, b) in pairs if a != b), len(first))
-
-
-def ask(worker: Worker, **request: Any) -> dict[str, Any]:
-    worker.start(json.dumps(request))
-    return worker.result()
 
 
 def serve(run: Run, encode: Callable[[str], list[int]] | None) -> None:
@@ -134,23 +111,8 @@ def serve(run: Run, encode: Callable[[str], list[int]] | None) -> None:
         prompts, new = request["prompts"], request["new"]
         rows, cpu, wall = run(prompts, new)
         tokens = len(prompts) * (new - 1 if new > 1 else len(prompts[0]))
-        print(
-            json.dumps({"rows": rows, "tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}),
-            flush=True,
-        )
-
-
-class Clock:
-    """CPU seconds of this process and seconds, since it was made or set back."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
-
-    def read(self) -> tuple[float, float]:
-        return time.process_time() - self._cpu, time.perf_counter() - self._wall
+        rates = {"tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}
+        print(json.dumps({"rows": rows, **rates}), flush=True)
 
 
 def ours(model: str, threads: int) -> tuple[Run, Callable[[str], list[int]]]:

@@ -27,10 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import decode
+from harness import Worker, listed, micro_batch_of, ratios, start_paddle
 
 BATCH, SEQ, VOCAB, WIDTH, TOP_K = 8, 256, 16384, 1536, 2
 CONFIG = {
@@ -76,7 +73,7 @@ def compare(peer: str, weights: Path, args: argparse.Namespace) -> None:
     """Print CPU seconds of both, and how many times ours the peer's are, pair by pair."""
     pythons = {"ours": sys.executable, peer: args.hf_python if peer.startswith("hf") else sys.executable}
     options = ("--weights", str(weights))
-    workers = [decode.Worker(mode, 1, __file__, python, options) for mode, python in pythons.items()]
+    workers = [Worker(__file__, mode, 1, *options, python=python) for mode, python in pythons.items()]
     rounds = []
     for number in range(args.pairs + 2):
         for worker in workers:
@@ -88,12 +85,11 @@ def compare(peer: str, weights: Path, args: argparse.Namespace) -> None:
     for worker in workers:
         worker.close()
     for what in ("step", "passes"):
-        ours, others = ([one[number][what] for one in rounds[2:]] for number in (0, 1))
-        ratios = [other / own for own, other in zip(ours, others, strict=True)]
+        ours, others = ([one[number] for one in rounds[2:]] for number in (0, 1))
+        own, their = (statistics.median(one[what] for one in runs) for runs in (ours, others))
         print(
-            f"  {what:6} ours {statistics.median(ours):6.3f} s, {peer} {statistics.median(others):6.3f} s; "
-            f"{peer} / ours {', '.join(f'{ratio:.2f}' for ratio in ratios)}; "
-            f"median {statistics.median(ratios):.2f}",
+            f"  {what:6} ours {own:6.3f} s, {peer} {their:6.3f} s; "
+            f"{peer} / ours {listed(ratios(others, ours, what))}",
             flush=True,
         )
 
@@ -116,12 +112,7 @@ def batch_of(number: int):
 
 def ours(mode: str, weights: Path) -> Step:
     """This project's runner, as the engine calls it: of the mixture, or of the dense model."""
-    from ppfleetx.utils.process_env import import_paddle, prepare_process
-
-    prepare_process()
-    import_paddle()
-    import numpy as np
-
+    start_paddle()
     from ppfleetx.checkpoint.state_dict import load_model
     from ppfleetx.checkpoint.weights import ForeignCheckpoint, fitted
     from ppfleetx.config.sections.root import ModelConfig, OptimizerConfig, RunConfig
@@ -147,13 +138,7 @@ def ours(mode: str, weights: Path) -> Step:
     runner.before_update = note
 
     def step(number: int) -> tuple[float, float]:
-        tokens = batch_of(number)
-        micro_batch = {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "loss_mask": np.ones((BATCH, SEQ), np.float32),
-            "position_ids": np.broadcast_to(np.arange(SEQ), (BATCH, SEQ)),
-        }
+        micro_batch = micro_batch_of(batch_of(number))
         return runner.train_step([micro_batch], step=number, lr=1e-4, weight_decay=0.1).loss, updating[0]
 
     return step

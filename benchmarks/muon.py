@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from training_run import TINY, records_of_run
+from harness import TINY, pyplot, records_of_run
 
 RATES = {"AdamW": (5e-4, 1e-3, 2e-3, 4e-3), "Muon": (4e-3, 8e-3, 16e-3)}
 
@@ -113,12 +113,7 @@ def steps_to(goal: float, points: list[tuple[int, float]]) -> float | None:
 
 def draw(output: Path, full: dict[str, list[Run]]) -> None:
     """Evaluation loss against steps, a line for each optimizer and seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, place = pyplot.subplots(figsize=(6, 3.6))
+    figure, place = pyplot().subplots(figsize=(6, 3.6))
     for color, (optimizer, runs) in zip(("C0", "C1"), full.items(), strict=True):
         for index, run in enumerate(runs):
             place.plot(*zip(*run.curve, strict=True), color=color, label=None if index else optimizer)

@@ -15,7 +15,7 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from training_run import TINY, records_of_run
+from harness import TINY, pyplot, records_of_run
 
 LAST = 20
 
@@ -82,12 +82,7 @@ def main() -> None:
 
 def draw(args: argparse.Namespace, found: dict[tuple[int | None, int, int], float]) -> None:
     """Loss against rate, one line for each width, without and with muP."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, places = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, places = pyplot().subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for place, base in zip(places, (None, args.widths[0]), strict=True):
         for width in args.widths:
             losses = [found[base, width, exponent] for exponent in args.exponents]

@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness import cpu_seconds
 
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from ppfleetx.data.prepare.preprocess import preprocess
@@ -70,12 +68,6 @@ def encode_one_by_one(corpus: Path, prefix: str, tokenizer: Tokenizer, library) 
             ids = library.encode(text).ids
             if ids:
                 writer.add_document([*ids, tokenizer.eod_id], [len(ids) + 1])
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
 
 
 def main() -> None:

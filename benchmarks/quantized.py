@@ -23,18 +23,13 @@ weights that a token reads over that speed is the time that no program can go be
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import decode
+import decode
+from harness import Worker, compile_operators, cpu_seconds, in_rounds, report, start_paddle
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import WeightsConfig
@@ -58,13 +53,13 @@ def main() -> None:
     if args.worker:
         decode.serve(MODES[args.worker]())
         return
-    subprocess.run([sys.executable, "-m", "ppfleetx.nn.cpu_ops", "--if-possible"], cwd=ROOT, check=True)
+    compile_operators()
     report_memory()
     pythons = {mode: args.hf_python if mode.startswith("hf") else sys.executable for mode in args.modes}
-    workers = {mode: decode.Worker(mode, 1, __file__, pythons[mode]) for mode in args.modes}
+    workers = {mode: Worker(__file__, mode, 1, python=python) for mode, python in pythons.items()}
     try:
         for batch in args.batches:
-            decode.report(batch, decode.measure(workers, batch, args.pairs), COMPARED)
+            report(f"batch {batch}", in_rounds(workers, batch, args.pairs), COMPARED)
     finally:
         for worker in workers.values():
             worker.close()
@@ -75,11 +70,7 @@ def report_memory() -> None:
     import numpy as np
 
     block = np.ones(1 << 27, np.float64)
-    speeds = []
-    for _ in range(5):
-        cpu = time.process_time()
-        block.max()
-        speeds.append(block.nbytes / (time.process_time() - cpu) / 1e9)
+    speeds = [block.nbytes / cpu_seconds(block.max) / 1e9 for _ in range(5)]
     print(f"memory: one core reads {max(speeds):.1f} GB/s")
     blocks = 12 * decode.HIDDEN**2 * decode.LAYERS
     head = decode.HIDDEN * decode.VOCAB
@@ -95,10 +86,7 @@ def report_memory() -> None:
 
 def small_model(weights: WeightsConfig) -> NextTokenModel:
     """The model of benchmarks/decode.py with its weights rounded to the nearest."""
-    from ppfleetx.utils.process_env import import_paddle, prepare_process
-
-    prepare_process()
-    import_paddle()
+    start_paddle()
     import numpy as np
 
     from ppfleetx.compress.rounding import nearest
@@ -110,13 +98,7 @@ def small_model(weights: WeightsConfig) -> NextTokenModel:
     from ppfleetx.nn.quantized import with_quantized_weights
     from ppfleetx.nn.stage import canonical_parameters
 
-    cfg = ModelConfig(
-        vocab_size=decode.VOCAB,
-        hidden_size=decode.HIDDEN,
-        num_layers=decode.LAYERS,
-        num_attention_heads=decode.HEADS,
-        max_position_embeddings=decode.POSITIONS,
-    )
+    cfg = ModelConfig(**decode.SHAPE)
     factory = InferenceFactory()
     model = StagedModel(with_quantized_weights(gpt_stages(cfg, factory), weights, factory), None)
     rng = np.random.default_rng(0)

@@ -12,16 +12,13 @@ thread.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import yaml
-from training_run import ROOT, records_of_run
-
-sys.path.insert(0, str(ROOT))
+from harness import pyplot, records_of_run
 
 from ppfleetx.planner.recipe import RecipeInputs, recipe
 
@@ -88,12 +85,7 @@ def draw(
     output: Path, depths: list[RecipeInputs], factors: list[float], found: dict[tuple[int, float], float]
 ) -> None:
     """Loss against the rate's factor, one line for each depth; and loss against compute."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (rates, curve) = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    figure, (rates, curve) = pyplot().subplots(1, 2, figsize=(9, 3.6))
     for inputs in depths:
         losses = [found[inputs.depth, factor] for factor in factors]
         rates.plot(factors, losses, marker="o")

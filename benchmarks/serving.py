@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -21,11 +22,10 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from harness import ROOT
 
 MODEL = {
     "vocab_size": 300,
@@ -73,11 +73,11 @@ def served() -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         # In a process of its own: its memory is gone when the server starts.
-        code = "import sys, benchmarks.serving as b, pathlib; b.make_checkpoint(pathlib.Path(sys.argv[1]))"
-        subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            config = pool.submit(make_checkpoint, directory).result()
         options = [f"Engine.save_load.ckpt_dir={directory / 'run'}", "Serve.port=0"]
         words = [word for option in options for word in ("-o", option)]
-        program = [sys.executable, str(ROOT / "tools/serve.py"), "-c", str(directory / "config.yaml"), *words]
+        program = [sys.executable, str(ROOT / "tools/serve.py"), "-c", str(config), *words]
         log = directory / "log"
         with log.open("wb") as output, subprocess.Popen(program, stdout=output) as server:
             try:

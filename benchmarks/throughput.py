@@ -19,16 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from harness import Clock, Rates, cpu_seconds, micro_batch_of, report, result_of, start_paddle
 
 VOCAB, SEQ = 50304, 256
 SHAPES = {"12x768": (12, 768, 12, 4), "6x384": (6, 384, 6, 8)}  # layers, hidden, heads, batch
@@ -69,38 +65,24 @@ def main() -> None:
 
 def compare(shape: str, args: argparse.Namespace) -> None:
     """Print tokens per CPU second of both, and the ratio pair by pair."""
-    ratios, rows = [], []
+    peer = "nanogpt" if args.nanogpt else "trainer" if args.trainer else None
+    pythons = {"ours": sys.executable} | ({peer: args.peer_python} if peer else {})
+    results: dict[str, list[Rates]] = {name: [] for name in pythons}
     for _ in range(args.pairs):
-        ours = spawn("ours", sys.executable, shape, args)
-        row = {"ours": ours}
-        peer = "nanogpt" if args.nanogpt else "trainer" if args.trainer else None
-        if peer:
-            row[peer] = spawn(peer, args.peer_python, shape, args)
-            ratios.append(ours["tokens_per_cpu_s"] / row[peer]["tokens_per_cpu_s"])
-        rows.append(row)
-    for name in rows[0]:
-        cpu = [row[name]["tokens_per_cpu_s"] for row in rows]
-        wall = [row[name]["tokens_per_s"] for row in rows]
-        print(
-            f"{shape:8} {name:8} {statistics.median(cpu):8.0f} tokens per CPU second "
-            f"({min(cpu):.0f} to {max(cpu):.0f}), {statistics.median(wall):.0f} per second"
-        )
-    if ratios:
-        text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"{shape:8} ratio of the pairs: {text}; median {statistics.median(ratios):.2f}")
+        for name, python in pythons.items():
+            results[name].append(spawn(name, python, shape, args))
+    report(shape, results, [("ours", str(peer))])
 
 
 def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one worker in a process of its own and return what it measured."""
-    environ = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
-    command = [python, __file__, "--worker", worker, "--shapes", shape, "--steps", str(args.steps)]
-    command += ["--threads", str(args.threads), "--dtype", args.dtype, "--peer-dtype", args.peer_dtype]
+    words = ["--worker", worker, "--shapes", shape, "--steps", str(args.steps)]
+    words += ["--threads", str(args.threads), "--dtype", args.dtype, "--peer-dtype", args.peer_dtype]
     if args.nanogpt:
-        command += ["--nanogpt", str(args.nanogpt)]
+        words += ["--nanogpt", str(args.nanogpt)]
     if args.peer_compile:
-        command += ["--peer-compile"]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        words += ["--peer-compile"]
+    return result_of(__file__, words, args.threads, python)
 
 
 def run_ours(layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace) -> dict[str, float]:
@@ -116,12 +98,7 @@ def make_step(runner, batch: int):
 
     def step(number: int) -> None:
         tokens = rng.integers(0, VOCAB, (batch, SEQ + 1))
-        micro_batch = {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "loss_mask": np.ones((batch, SEQ), np.float32),
-            "position_ids": np.broadcast_to(np.arange(SEQ), (batch, SEQ)),
-        }
+        micro_batch = micro_batch_of(tokens)
         runner.train_step([micro_batch], step=number, lr=1e-4, weight_decay=0.1)
 
     return step
@@ -129,10 +106,7 @@ def make_step(runner, batch: int):
 
 def make_runner(layers: int, hidden: int, heads: int, dtype: str = "float32"):
     """A local runner of a GPT-2 of this shape; sets the process up as the tools do."""
-    from ppfleetx.utils.process_env import import_paddle, prepare_process
-
-    prepare_process()
-    import_paddle()
+    start_paddle()
     from ppfleetx.config.sections.root import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
     from ppfleetx.core.module.gpt import GPTModule
     from ppfleetx.distributed.context import ParallelContext
@@ -216,12 +190,12 @@ def run_trainer(
     rows = torch.randint(0, VOCAB, (batch * (args.steps + 2), SEQ))
     times = []
 
-    class Clock(TrainerCallback):
+    class Times(TrainerCallback):
         def on_step_begin(self, *_, **__):
-            self.start = time.process_time(), time.perf_counter()
+            self.clock = Clock()
 
         def on_step_end(self, *_, **__):
-            times.append((time.process_time() - self.start[0], time.perf_counter() - self.start[1]))
+            times.append(self.clock.read())
 
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
@@ -236,7 +210,7 @@ def run_trainer(
             disable_tqdm=True,
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
-        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[Clock()]).train()
+        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[Times()]).train()
     return rates(times, batch * SEQ)
 
 
@@ -292,21 +266,17 @@ def best_matmul_gflops(size: int = 1536) -> float:
     import paddle
 
     a, b = paddle.randn([size, size]), paddle.randn([size, size])
-    best = 0.0
-    for _ in range(8):
-        start = time.process_time()
-        paddle.matmul(a, b)
-        best = max(best, 2 * size**3 / (time.process_time() - start) / 1e9)
-    return best
+    seconds = min(cpu_seconds(lambda: paddle.matmul(a, b)) for _ in range(8))
+    return 2 * size**3 / seconds / 1e9
 
 
 def measure(step, tokens: int, steps: int) -> dict[str, float]:
     """Two untimed steps, then ``steps`` timed ones; medians over steps."""
     times = []
     for number in range(1, steps + 3):
-        cpu_start, wall_start = time.process_time(), time.perf_counter()
+        clock = Clock()
         step(number)
-        times.append((time.process_time() - cpu_start, time.perf_counter() - wall_start))
+        times.append(clock.read())
     return rates(times, tokens)
 
 

@@ -71,26 +71,23 @@ def pools(here: Place) -> Iterator[Pools]:
     leaves behind ends with the rank, and the next test has a new one."""
     environment = reference.strict() if here.is_reference and not here.obstacle else here.environment
     most_calls = PLANS_ON_THE_REFERENCE if here.is_reference else PLANS_IN_A_PROCESS
-    pools = Pools(device=here.device, most_calls=most_calls, **environment)
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def alone(pools: Pools) -> Callable[..., Any]:
-    """``alone("numbers:function", **arguments)``: what a function of ``tests/device/cases`` gives in a
-    process with one card."""
-    return lambda target, **arguments: pools(1).run(
-        f"tests.device.cases.{target}", timeout=600.0, **arguments
-    )[0]
+    with Pools(device=here.device, most_calls=most_calls, **environment) as pools:
+        yield pools
 
 
 @pytest.fixture
 def together(pools: Pools) -> Callable[..., list[Any]]:
-    """The same in several ranks: ``together(2, target, **arguments)``, results by rank."""
+    """``together(2, "numbers:function", **arguments)``: what a function of ``tests/device/cases`` gives in
+    processes with one card each, by rank."""
     return lambda size, target, **arguments: pools(size).run(
         f"tests.device.cases.{target}", timeout=600.0, **arguments
     )
+
+
+@pytest.fixture
+def alone(together: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """The same in one process: ``alone(target, **arguments)``."""
+    return lambda target, **arguments: together(1, target, **arguments)[0]
 
 
 @pytest.fixture(scope="session")

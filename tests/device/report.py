@@ -17,23 +17,18 @@ import pytest
 
 import ppfleetx
 from tests.device.place import place
+from tests.helpers.programs import ROOT
 
 MARKER = "device"
 FORMAT = 1
-_ROOT = Path(__file__).resolve().parents[2]
 _VARIABLES = (
     *("CUDA_", "NVIDIA_", "NCCL_", "ASCEND_", "HCCL_", "XPU_", "BKCL_", "CUSTOM_DEVICE_", "FLAGS_"),
     *("PPFLEETX_", "OMP_", "LD_LIBRARY_PATH"),
 )
 _PACKAGES = (
-    "paddlepaddle-gpu",
-    "paddlepaddle-xpu",
-    "paddle-custom-npu",
-    "paddlepaddle",
-    "numpy",
-    "safetensors",
+    "paddlepaddle-gpu", "paddlepaddle-xpu", "paddle-custom-npu", "paddlepaddle", "numpy", "safetensors",
     "tokenizers",
-)
+)  # fmt: skip
 _SMI = [
     "nvidia-smi",
     "--query-gpu=name,driver_version,memory.total,compute_cap,clocks.max.sm",
@@ -117,7 +112,7 @@ def machine() -> dict[str, Any]:
     """Versions, driver, cards, and the environment variables that change what they do."""
     return {
         "ppfleetx": ppfleetx.__version__,
-        "commit": _said(["git", "-C", str(_ROOT), "rev-parse", "HEAD"]),
+        "commit": _said(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},

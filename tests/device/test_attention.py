@@ -23,26 +23,16 @@ CASES = [  # head size, key/value heads, query heads for each, packed documents
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("head_size", "groups", "per_group", "packed"), CASES, ids=lambda value: str(value))
-def test_flash_gives_what_the_reference_gives(
-    alone, need_type, here, record_property, head_size, groups, per_group, packed, dtype, trains
-):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flash_gives_what_the_reference_gives(alone, need_type, here, record_property, case, dtype, trains):
     need_type(dtype)
-    found = alone(
-        "attention:compare",
-        device=here.device,
-        dtype=dtype,
-        head_size=head_size,
-        groups=groups,
-        per_group=per_group,
-        packed=packed,
-        trains=trains,
-    )
+    sizes = dict(zip(("head_size", "groups", "per_group", "packed"), case, strict=True))
+    found = alone("attention:compare", device=here.device, dtype=dtype, trains=trains, **sizes)
     record_property("obstacle", found["obstacle"])
     record_property("worst", max(found["differences"].values()))
     assert max(found["differences"].values()) <= TOLERANCE[dtype], found
     assert found["refused"] == bool(found["obstacle"]), "flash is asked for and neither runs nor is refused"
-    if here.has_gpu and (head_size % 8 or head_size > 256):
+    if here.has_gpu and (case[0] % 8 or case[0] > 256):
         assert found["obstacle"]
 
 

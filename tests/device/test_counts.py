@@ -26,9 +26,8 @@ COUNTS = {
 
 @pytest.fixture(scope="module")
 def pools():
-    pools = Pools(device=NAME, **environment())
-    yield pools
-    pools.close()
+    with Pools(device=NAME, **environment()) as pools:
+        yield pools
 
 
 @pytest.mark.parametrize("row", STEPS)

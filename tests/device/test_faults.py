@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.device.place import place
 from tests.device.reference import NAME, environment
-from tests.e2e.program import SETTINGS, losses, plan_overrides
+from tests.e2e.program import losses, values_of
 from tests.helpers.ranks import Pools
 
 pytestmark = [
@@ -22,45 +24,35 @@ LEAST_BYTES = 1024
 @pytest.fixture(scope="module")
 def train(corpus):
     """``train(plan, directory, target, **arguments)``: results by rank. Each tensor is its own allocation."""
-    pools = Pools(device=NAME, **environment(poison=1, timeout_s=5))
 
     def run(plan, directory, target="training:program", overrides=None, **arguments):
-        values = {
-            **SETTINGS,
-            **plan_overrides(plan),
+        own = {
             "Model.num_layers": 4,
             "Engine.max_steps": STEPS,
             "Engine.eval_freq": 3,
             "Engine.save_load.save_steps": SAVED,
             "Global.device": NAME,
-            "Data.Train.dataset.input_dir": str(corpus),
-            "Data.Eval.dataset.input_dir": str(corpus),
-            "Engine.save_load.output_dir": str(directory),
-            **(overrides or {}),
         }
+        values = values_of(plan, corpus, directory, overrides={**own, **(overrides or {})})
         pool = pools(plan.world_size)
-        ended = pool.call(
-            f"tests.device.cases.{target}", timeout=120.0, values=values, world=plan.world_size, **arguments
-        )
+        ended = pool.call(f"tests.device.cases.{target}", values=values, world=plan.world_size, **arguments)
         if arguments:  # its processes are to end with it, as those of a run do
             pool.kill()
         return ended
 
-    yield run
-    pools.close()
+    with Pools(device=NAME, **environment(poison=1, timeout_s=5)) as pools:
+        yield run
 
 
 @pytest.fixture(scope="module")
 def whole(train, tmp_path_factory):
     """``whole(plan)``: the numbers of an undisturbed run."""
-    found = {}
 
+    @functools.cache
     def numbers(plan):
-        if plan not in found:
-            directory = tmp_path_factory.mktemp("whole")
-            train(plan, directory)
-            found[plan] = losses(directory)
-        return found[plan]
+        directory = tmp_path_factory.mktemp("whole")
+        train(plan, directory)
+        return losses(directory)
 
     return numbers
 

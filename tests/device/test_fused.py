@@ -3,7 +3,8 @@
 import pytest
 
 from ppfleetx.nn.fused_ops import TABLE
-from tests.device.test_precision import SMALL, TOLERANCE, apart, run
+from tests.device.test_precision import SMALL, TOLERANCE, run
+from tests.parity.comparison import apart
 
 pytestmark = pytest.mark.device
 

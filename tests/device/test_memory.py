@@ -25,9 +25,8 @@ def pools(here):
     """On the reference device the host waits for each operator. Else tensors that collectives use on streams
     of their own are given back the later, the further the host is ahead."""
     waits = {"FLAGS_benchmark": "1", **environment(poison=1)} if here.is_reference else here.environment
-    pools = Pools(device=here.device, most_calls=PLANS_IN_A_PROCESS, **waits)
-    yield pools
-    pools.close()
+    with Pools(device=here.device, most_calls=PLANS_IN_A_PROCESS, **waits) as pools:
+        yield pools
 
 
 @pytest.mark.slow

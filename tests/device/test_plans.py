@@ -11,7 +11,7 @@ from tests.device import reference
 from tests.device.place import deterministic, place
 from tests.helpers.ranks import Pools
 from tests.parity import experts
-from tests.parity.comparison import Comparison, micro_batch_size_of
+from tests.parity.comparison import Comparison, apart, micro_batch_size_of
 from tests.parity.every_plan import workload
 
 pytestmark = pytest.mark.device
@@ -126,9 +126,8 @@ HALF_TOLERANCES = {"bfloat16": 4e-3, "float16": 5e-4}
 
 @pytest.fixture(scope="module")
 def on_cpus(tmp_path_factory):
-    pools = Pools()
-    yield Comparison(pools, tmp_path_factory.mktemp("cpus"))
-    pools.close()
+    with Pools() as pools:
+        yield Comparison(pools, tmp_path_factory.mktemp("cpus"))
 
 
 @pytest.fixture(scope="module")
@@ -136,29 +135,36 @@ def limited(here, device, tmp_path_factory):
     """Plans on a reference device that can as little as Ascend's library."""
     if not here.is_reference:
         pytest.skip("a real card has the limits that it has")
-    pools = Pools(device=device, **reference.strict(ascend=1, rendezvous=1, timeout_s=60))
-    yield Comparison(pools, tmp_path_factory.mktemp("limited"), short=True)
-    pools.close()
+    with Pools(device=device, **reference.strict(ascend=1, rendezvous=1, timeout_s=60)) as pools:
+        yield Comparison(pools, tmp_path_factory.mktemp("limited"), short=True)
 
 
-@pytest.mark.slow_after(4)
-@pytest.mark.parametrize(("plan", "model"), PLANS)
-def test_float32(comparison, need_cards, device, record_property, plan, model):
-    need_cards(plan.world_size)
-    for optimizer in ("adamw", "sgd"):
-        found = comparison.run(plan, model, optimizer, extra={"Global.device": device})
+@pytest.fixture
+def check(comparison, need_cards, device, record_property):
+    """``check(plan, model, optimizer, **options)``: assert that it begins and trains as one card does."""
+
+    def equal(plan, model="gpt", optimizer="sgd", *, of=comparison, **options):
+        need_cards(plan.world_size)
+        extra = {"Global.device": device, **options.pop("extra", {})}
+        found = of.run(plan, model, optimizer, extra=extra, **options)
         record_property(optimizer, str(found))
         assert found.first == 0, "initial weights"
         assert found.worst <= TOLERANCE, found
 
+    return equal
+
+
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize(("plan", "model"), PLANS)
+def test_float32(check, plan, model):
+    for optimizer in ("adamw", "sgd"):
+        check(plan, model, optimizer)
+
 
 @pytest.mark.parametrize(("plan", "name"), VARIANTS)
-def test_variants_in_float32(comparison, need_cards, device, record_property, plan, name):
+def test_variants_in_float32(check, plan, name):
     """What a plan does at other times, or again, is the same."""
-    need_cards(plan.world_size)
-    found = comparison.run(plan, "gpt", "sgd", of_plan=OPTIONS[name], extra={"Global.device": device})
-    record_property("sgd", str(found))
-    assert found.first == 0 and found.worst <= TOLERANCE, found
+    check(plan, of_plan=OPTIONS[name])
 
 
 @pytest.mark.parametrize(("plan", "name"), VARIANTS + DROPPING)
@@ -171,40 +177,34 @@ def test_dropout(comparison, here, on_cpus, device, record_property, plan, name)
     there = on_cpus.run_plan(plan, "gpt", "sgd", extra=extra, steps=2)
     found = comparison.run_plan(plan, "gpt", "sgd", extra={**extra, "Global.device": device}, steps=2)
     numbers = [(one["loss"] + one["grad_norm"]) for one in (found[0], there[0])]
-    worst = max(abs(a - b) / abs(b) for a, b in zip(*numbers, strict=True))
+    worst = apart(*numbers)
     record_property("loss and gradient norm", worst)
     assert worst <= TOLERANCE
 
 
 @pytest.mark.parametrize(("plan", "name"), LIMITED)
-def test_libraries_with_limits(limited, device, plan, name):
+def test_libraries_with_limits(limited, check, plan, name):
     """Ascend's reductions, sends that wait for their receives, and no all-to-all."""
-    found = limited.run(plan, "gpt", "sgd", of_plan=OPTIONS[name], extra={"Global.device": device})
-    assert found.first == 0 and found.worst <= TOLERANCE, found
+    check(plan, of=limited, of_plan=OPTIONS[name])
 
 
 @pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(mp=2)], ids=str)
-def test_experts_with_such_libraries(limited, device, plan):
-    found = limited.run(plan, "moe", "sgd", extra={"Global.device": device})
-    assert found.first == 0 and found.worst <= TOLERANCE, found
+def test_experts_with_such_libraries(limited, check, plan):
+    check(plan, "moe", of=limited)
 
 
 @pytest.mark.parametrize("limits", [{}, {"ascend": 1}], ids=["", "as Ascend's library"])
 @pytest.mark.parametrize("plan", [Plan(dp=4, ep=4), Plan(sharding=4, sharding_stage=2, ep=4)], ids=str)
-def test_experts_on_two_levels(here, device, need_cards, tmp_path_factory, plan, limits):
+def test_experts_on_two_levels(here, device, need_cards, check, tmp_path_factory, plan, limits):
     """Two of four cards pretend to be in another machine."""
     need_cards(4)
     if limits and not here.is_reference:
         pytest.skip("a real card has the limits that it has")
     environment = reference.strict(**limits, timeout_s=60) if here.is_reference else here.environment
-    pools = Pools(device=device, PADDLE_LOCAL_SIZE="2", **environment)
-    directory, train = tmp_path_factory.mktemp("levels"), "tests.device.cases.training:train_on_two_levels"
-    try:
-        nodes = Comparison(pools, directory, short=True, train=train)
-        found = nodes.run(plan, "moe", "sgd", extra={"Global.device": device})
-    finally:
-        pools.close()
-    assert found.first == 0 and found.worst <= TOLERANCE, found
+    train = "tests.device.cases.training:train_on_two_levels"
+    with Pools(device=device, PADDLE_LOCAL_SIZE="2", **environment) as pools:
+        nodes = Comparison(pools, tmp_path_factory.mktemp("levels"), short=True, train=train)
+        check(plan, "moe", of=nodes)
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +236,7 @@ def test_16_bits(train_in_16_bits, need_cards, need_type, record_property, plan,
     for result in results:
         assert result["misrounded"] == result["inexact_masters"] == [] and result["error"] == ""
         assert result["loss"] == results[0]["loss"], "ranks tell different losses"
-    pairs = zip(results[0]["loss"], expected[0]["loss"], strict=True)
-    found = max(abs(a - b) / abs(b) for a, b in pairs)
+    found = apart(results[0]["loss"], expected[0]["loss"])
     record_property("loss", found)
     assert found <= HALF_TOLERANCES[dtype]
 
@@ -245,13 +244,11 @@ def test_16_bits(train_in_16_bits, need_cards, need_type, record_property, plan,
 @pytest.mark.parametrize(
     "plan", [Plan(), Plan(mp=2), Plan(pp=2), Plan(sharding=2, sharding_stage=3)], ids=str
 )
-def test_adapters(comparison, need_cards, device, plan):
+def test_adapters(comparison, check, device, plan):
     """Beside frozen weights; one card as the CPU."""
-    need_cards(plan.world_size)
     keys = {"Model.lora.rank": 4, "Model.num_layers": 4}
     if plan.world_size > 1:
-        found = comparison.run(plan, "gpt", "adamw", extra={**keys, "Global.device": device})
-        assert found.first == 0 and found.worst <= TOLERANCE, found
+        check(plan, optimizer="adamw", extra=keys)
         return
     card, cpu = (
         comparison.reference("gpt", "adamw", 8, steps=3, extra={**keys, "Global.device": where})[0]
@@ -280,7 +277,6 @@ def test_offload_repeats_and_stays_close(comparison, need_cards, device, record_
         for plan in plans
     )
     assert one == other, "the same run twice"
-    pairs = zip(plain[0]["loss"], one[0]["loss"], strict=True)
-    found = max(abs(a - b) / abs(a) for a, b in pairs)
+    found = apart(one[0]["loss"], plain[0]["loss"])
     record_property("loss", found)
     assert found <= TOLERANCE

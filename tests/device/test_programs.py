@@ -1,6 +1,8 @@
-"""The other programs on a device, as short real runs: finetuning, evaluation, a server."""
+"""The other programs on a device, as short real runs: finetuning, evaluation, a server, the doctor."""
 
-import numpy as np
+import json
+import sys
+
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
@@ -8,6 +10,8 @@ from tests.deploy.server.conftest import Server, make_served_checkpoint
 from tests.device.place import place
 from tests.e2e import finetuning
 from tests.e2e.finetuning import GLUE, losses, settings
+from tests.helpers import programs
+from tests.parity.comparison import apart
 
 pytestmark = pytest.mark.device
 
@@ -37,16 +41,13 @@ def both(pools, device, files, tmp_path):
     return run
 
 
-def _apart(found, expected):
-    return float(np.max(np.abs(np.array(found) / np.array(expected) - 1)))
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_finetuning_and_its_evaluation(both, pools, device, files, record_property, plan):
     """To classes; then the evaluation program on the checkpoint."""
     (output, found), (other, expected) = both(plan)
-    record_property("losses", _apart(losses(found), losses(expected)))
-    assert _apart(losses(found), losses(expected)) <= TOLERANCE
+    worst = apart(losses(found), losses(expected))
+    record_property("losses", worst)
+    assert worst <= TOLERANCE
     measured = [
         pools(1).run(
             "tests.e2e.finetuning:evaluate",
@@ -71,3 +72,19 @@ def test_a_server_answers_as_on_the_cpu(device, tmp_path):
         assert server.stop() == 0, server.log
         assert "Traceback" not in server.log
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one process", "a process for each card"])
+def test_the_doctor_finds_nothing_wrong(here, need_cards, tmp_path, record_property, together):
+    if together:
+        need_cards(2)
+    command = [sys.executable, "-m", "ppfleetx", "doctor", "--json"]
+    command += ["--nproc", str(here.cards)] if together else []
+    done = programs.run(command, timeout=900, executed=True, cwd=tmp_path)
+    assert "{" in done.stdout, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    rows = found["rows"]
+    record_property("rows", rows)
+    assert {"group", "name", "status", "found", "cure"} <= set(rows[0])
+    failed = [f"{row['name']}: {row['found']}; {row['cure']}" for row in rows if row["status"] == "fail"]
+    assert (done.returncode, failed) == (0, []), done.stderr

@@ -57,9 +57,8 @@ HARMLESS = [
 
 @pytest.fixture(scope="module")
 def pools():
-    pools = Pools(device=NAME, **environment(poison=1, timeout_s=10))
-    yield pools
-    pools.close()
+    with Pools(device=NAME, **environment(poison=1, timeout_s=10)) as pools:
+        yield pools
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,6 @@ def run(pools):
     def run(change, plan, extra, seed, delays):
         outcomes = pools(plan.world_size).call(
             "tests.device.cases.races:train",
-            timeout=120.0,
             change=change,
             options={"seed": seed, **delays},
             plan=fields_of(plan),
@@ -98,7 +96,13 @@ def _id(row):
     return f"{change}: {plan}{' '.join(['', *extra])}"
 
 
-@pytest.mark.parametrize(("change", "plan", "extra", "delays"), [pytest.param(*r, id=_id(r)) for r in FOUND])
+def _changes(rows):
+    """Cases of these rows."""
+    cases = [pytest.param(*row, id=_id(row)) for row in rows]
+    return pytest.mark.parametrize(("change", "plan", "extra", "delays"), cases)
+
+
+@_changes(FOUND)
 def test_found(run, right, record_property, change, plan, extra, delays):
     expected = right(plan, extra)
     found = next((seed for seed in SEEDS if run(change, plan, extra, seed, delays) != expected), None)
@@ -106,9 +110,7 @@ def test_found(run, right, record_property, change, plan, extra, delays):
     assert found is not None
 
 
-@pytest.mark.parametrize(
-    ("change", "plan", "extra", "delays"), [pytest.param(*r, id=_id(r)) for r in HARMLESS]
-)
+@_changes(HARMLESS)
 def test_harmless(run, right, change, plan, extra, delays):
     expected = right(plan, extra)
     assert [seed for seed in SEEDS if run(change, plan, extra, seed, delays) != expected] == []

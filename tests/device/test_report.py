@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -54,8 +55,7 @@ def test_a_test_leaves_a_report(tmp_path):
     report = tmp_path / "found.json"
     options = ["-p", "no:cacheprovider", "-m", "device", "--device", REFERENCE, "--device-report", report]
     command = [sys.executable, "-m", "pytest", *options, SHORT]
-    done = programs.run(command, timeout=280, executed=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    programs.ok(command, timeout=280, executed=True, cwd=ROOT)
     found = json.loads(report.read_text())
     assert found["is_reference"] and found["outcomes"] == {"passed": 1}
     [test] = found["tests"]
@@ -66,22 +66,16 @@ def test_a_test_leaves_a_report(tmp_path):
 
 def test_a_rank_may_import_paddle_by_itself():
     """As a rank on a card does."""
-    pool = RankPool(shared_nursery(), 1, executed=True)
-    try:
+    with closing(RankPool(shared_nursery(), 1, executed=True)) as pool:
         assert pool.run("tests.device.cases.numbers:where_it_runs") == [["cpu", True]]
-    finally:
-        pool.close()
 
 
 def test_what_is_in_host_memory_is_no_read_from_a_card():
     """Paddle keeps AdamW's powers of beta there: 100 of them are looked at in a step of this model."""
     run = {"plan": {}, "world_size": 1, "model": "gpt", "optimizer": "adamw", "micro_batch_size": 4}
-    pool = RankPool(shared_nursery(), 1)
-    try:
+    with closing(RankPool(shared_nursery(), 1)) as pool:
         (here,) = pool.run("tests.device.cases.repeats:reads_of_a_step", device="cpu", **run)
         (there,) = pool.run("tests.device.cases.repeats:reads_on_branches_of_a_card", **run)
-    finally:
-        pool.close()
     assert 0 < there["reads"] <= here["reads"], (there, here)
 
 

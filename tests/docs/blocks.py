@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 _MARK = re.compile(r"^ *<!-- test: (?P<mark>.+?) -->\s*$")
 _GIVEN = "given "
@@ -171,8 +172,7 @@ def only_the_tool(text: str) -> str:
     words = shlex.split(text.replace("\\\n", " "))
     script = next((word for word in words if word.endswith(".sh")), None)
     if script is not None:
-        root = Path(__file__).resolve().parents[2]
-        config = re.search(r"tools/train\.py -c (\S+)", (root / script).read_text("utf-8"))
+        config = re.search(r"tools/train\.py -c (\S+)", (ROOT / script).read_text("utf-8"))
         if config is None:
             raise ValueError(f"{script} trains nothing")
         return shlex.join(["python", "tools/train.py", "-c", config[1], *words[words.index(script) + 1 :]])

@@ -20,7 +20,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docs.blocks import ROOT
+
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 _SECONDS = 600
 _DIRECTORIES = re.compile(r"/\S*/(?:tmp|notebook-|ppfleetx-)\w*/")  # that were made for it

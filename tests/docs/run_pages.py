@@ -83,36 +83,40 @@ def run_page(page: Path, keep: Path | None = None) -> list[Result]:
     if not any(block.is_shell for block in blocks(page)):
         return []
     directory = (keep or Path(tempfile.mkdtemp(prefix="docs-test-"))) / page.stem
-    servers: list[subprocess.Popen] = []
-    results: list[Result] = []
     try:
         scene.make(directory)
         if any(block.is_shell and not block.mark.startswith("skip") for block in blocks(page)):
             for name in given(page):
                 scene.provide(name, directory)
+        return run_commands(page, directory, scene.environment(directory))
+    finally:
+        if keep is None:
+            shutil.rmtree(directory.parent)
+
+
+def run_commands(page: Path, directory: Path, environment: Mapping[str, str]) -> list[Result]:
+    """Run them in ``directory``, where the page's files are written, too, and end the servers at last."""
+    servers: list[subprocess.Popen] = []
+    results: list[Result] = []
+    try:
         for block in blocks(page):
             if block.title is not None:
                 (directory / block.title).write_text(block.text + "\n", "utf-8")
             for command in commands(block) if block.is_shell else ():
-                results.append(run_command(command, directory, servers))
+                results.append(run_command(command, directory, servers, environment))
                 print(_line(results[-1]), flush=True)
                 if results[-1].failed:
                     return results
     finally:
         for server in servers:
             _end(server)
-        if keep is None:
-            shutil.rmtree(directory.parent)
     return results
 
 
 def run_command(
-    command: Command,
-    directory: Path,
-    servers: list[subprocess.Popen],
-    environment: Mapping[str, str] | None = None,
+    command: Command, directory: Path, servers: list[subprocess.Popen], environment: Mapping[str, str]
 ) -> Result:
-    """Run one command, or start it when it serves; ``environment`` is the scene's unless given."""
+    """Run one command, or start it when it serves."""
     text = to_run(command)
     if text is None:
         return Result(command, None, 0.0, "")
@@ -120,7 +124,7 @@ def run_command(
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
-        env=scene.environment(directory) if environment is None else environment,
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=(directory / "output.txt").open("w") if is_server(command) else subprocess.PIPE,
         stderr=subprocess.STDOUT,

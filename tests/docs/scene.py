@@ -12,21 +12,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.docs.blocks import TINY
+from tests.docs.blocks import ROOT, TINY
 
-ROOT = Path(__file__).resolve().parents[2]
 _LINKED = (
-    "tools",
-    "tasks",
-    "projects",
-    "examples",
-    "ppfleetx",
-    "benchmarks",
-    "docs",
-    "Makefile",
-    "requirements.txt",
-    "pyproject.toml",
-)
+    "tools", "tasks", "projects", "examples", "ppfleetx", "benchmarks", "docs", "Makefile",
+    "requirements.txt", "pyproject.toml",
+)  # fmt: skip
 
 
 _SECONDS = 600
@@ -61,9 +52,32 @@ def environment(directory: Path) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(directory), "VIRTUAL_ENV": sys.prefix}
 
 
+COMMANDS = {
+    "tokenizer": (
+        "corpus",
+        "tools/train_tokenizer.py --input corpus.jsonl --vocab-size 400 --output tokenizer",
+    ),
+    "data": (
+        "tokenizer",
+        "tools/preprocess_data.py --input corpus.jsonl --tokenizer tokenizer "
+        "--output-prefix data/corpus --append-eod",
+    ),
+    "pretrained": (
+        "gpt2",
+        "tools/convert_checkpoint.py --from hf --to ppfleetx --input gpt2 --output pretrained",
+    ),
+}
+"""Directory -> what it is made of, and how."""
+
+
 def provide(name: str, directory: Path) -> None:
     """Make one of the things that a page is given. Raises KeyError for a name that is not known."""
-    MAKERS[name](directory)
+    if name not in COMMANDS:
+        MAKERS[name](directory)
+    elif not (directory / name).exists():
+        source, command = COMMANDS[name]
+        provide(source, directory)
+        _run(directory, *command.split())
 
 
 def _texts() -> list[str]:
@@ -82,30 +96,14 @@ def _my_text(directory: Path) -> None:
         (directory / "my_text" / f"{number}.txt").write_text(text, "utf-8")
 
 
-def _tokenizer(directory: Path) -> None:
-    if (directory / "tokenizer").exists():
-        return
-    _corpus(directory)
-    words = ("--input", "corpus.jsonl", "--vocab-size", "400", "--output", "tokenizer")
-    _run(directory, "tools/train_tokenizer.py", *words)
-
-
-def _data(directory: Path) -> None:
-    if (directory / "data").exists():
-        return
-    _tokenizer(directory)
-    words = ("--input", "corpus.jsonl", "--tokenizer", "tokenizer", "--output-prefix", "data/corpus")
-    _run(directory, "tools/preprocess_data.py", *words, "--append-eod")
-
-
 def _output(directory: Path) -> None:
     """A finished run in `output`."""
-    _data(directory)
+    provide("data", directory)
     _train(directory, "output", "data/corpus_text_document", "tokenizer")
 
 
 def _quickstart(directory: Path) -> None:
-    _data(directory)
+    provide("data", directory)
     (directory / "quickstart").mkdir()
     for name in ("data", "tokenizer"):
         shutil.move(directory / name, directory / "quickstart" / name)
@@ -115,7 +113,7 @@ def _quickstart(directory: Path) -> None:
 
 
 def _gpt2(directory: Path) -> None:
-    """A small model in Hugging Face's files, with random weights."""
+    """A small model in Hugging Face's files, with its tokenizer."""
     with tempfile.TemporaryDirectory() as elsewhere:
         work = Path(elsewhere) / "work"
         make(work)
@@ -125,13 +123,6 @@ def _gpt2(directory: Path) -> None:
         for file in (work / "tokenizer").iterdir():
             shutil.copy(file, work / "gpt2")
         shutil.move(work / "gpt2", directory / "gpt2")
-
-
-def _pretrained(directory: Path) -> None:
-    """A converted model of GPT-2's form in `pretrained`, with its tokenizer."""
-    _gpt2(directory)
-    words = ("--from", "hf", "--to", "ppfleetx", "--input", "gpt2", "--output", "pretrained")
-    _run(directory, "tools/convert_checkpoint.py", *words)
 
 
 def _sst2(directory: Path) -> None:
@@ -182,7 +173,7 @@ save(Path("GPT_345M"), {theirs(name): p.numpy() for name, p in model.named_param
 
 def _fleetx_weights(directory: Path) -> None:
     """A small model in FleetX's format in `GPT_345M`, and the run it comes from in `small`."""
-    _data(directory)
+    provide("data", directory)
     _train(directory, "small", "data/corpus_text_document", "tokenizer")
     _run(directory, "-c", _AS_FLEETX)
 
@@ -226,12 +217,9 @@ def _run(directory: Path, *command: str) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     "corpus": _corpus,
     "my_text": _my_text,
-    "tokenizer": _tokenizer,
-    "data": _data,
     "output": _output,
     "quickstart": _quickstart,
     "gpt2": _gpt2,
-    "pretrained": _pretrained,
     "SST-2": _sst2,
     "responses": _responses,
     "book": _book,

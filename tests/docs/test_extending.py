@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,13 @@ import yaml
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
-from tests.docs.blocks import Block, blocks, commands, to_run
+from tests.docs.blocks import ROOT, blocks, commands, to_run
 from tests.e2e import program
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
-COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
+COMMANDS = [to_run(command) or "" for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
     *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "two_experts", "fill", "csv_log", "lion"),
     *("counting", "small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
@@ -46,60 +43,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(200):
             start, length = rng.integers(0, 509), rng.integers(20, 120)
             writer.add_document(np.append((start + np.arange(length)) % 509, 511), [length + 1])
-    for block in titled():
-        (folder / str(block.title)).write_text(block.text + "\n")
-    assert run(folder, next(c for c in COMMANDS if c and "configs copy" in c)).returncode == 0
+    for block in BLOCKS:
+        if block.title:
+            (folder / block.title).write_text(block.text + "\n")
+    programs.ok(words(command_with("configs copy")), **place(folder))
     return folder
 
 
-def titled() -> list[Block]:
-    return [block for block in BLOCKS if block.title]
+def words(command: str) -> list[str]:
+    """A command of the page, as this Python runs it."""
+    first, *rest = shlex.split(command.replace("\\\n", " "))
+    return [*{"ppfleetx": [sys.executable, "-m", "ppfleetx"], "python": [sys.executable]}[first], *rest]
 
 
-def run(folder: Path, text: str, *more: str) -> CompletedProcess[str]:
-    """A command of the page, with more words behind it."""
-    words = shlex.split(text.replace("\\\n", " "))
-    start = {"ppfleetx": [sys.executable, "-m", "ppfleetx"], "python": [sys.executable]}[words[0]]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return programs.run([*start, *words[1:], *more], timeout=120, cwd=folder, env=env)
+def place(folder: Path) -> dict[str, Any]:
+    """Where it runs."""
+    return {"cwd": folder, "env": {**programs.one_thread(), "PYTHONPATH": str(ROOT)}}
 
 
 def train(folder: Path, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
-    """Run the example's command; the steps that it recorded."""
+    """Run the example's command; the steps that it recorded, in which it learned something."""
     output = folder / "output" / name
     if fresh:
         shutil.rmtree(output, ignore_errors=True)
-    done = run(folder, command_of(name), *more)
-    assert done.returncode == 0, done.stderr
+    done = programs.ok([*words(command_of(name)), *more], **place(folder))
     assert "CPU settings come too late" not in done.stdout
-    return records(output)
+    found = program.records(output, "train")
+    assert found[-1]["loss"] < found[0]["loss"]
+    return found
 
 
 def command_of(name: str) -> str:
-    return next(c for c in COMMANDS if c and re.match(rf"ppfleetx train .*--plugin {name}\b", c))
+    return next(c for c in COMMANDS if re.match(rf"ppfleetx train .*--plugin {name}\b", c))
 
 
-def records(output: Path) -> list[dict[str, Any]]:
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+def command_with(text: str) -> str:
+    return next(command for command in COMMANDS if text in command)
 
 
 def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **more: Any) -> list[float]:
     """Losses of a run under ``plan`` in the ranks of a pool."""
     output = folder / "ranks" / f"{plugin} {name}"
-    values = {
-        **program.SETTINGS,
-        **program.plan_overrides(plan),
-        "Model.num_layers": 2,
-        "Data.Train.dataset.input_dir": str(folder / "data"),
-        "Data.Eval.dataset.input_dir": str(folder / "data"),
-        "Engine.save_load.output_dir": str(output),
-        **more,
-    }
+    small = {"Model.num_layers": 2, **more}
+    values = program.values_of(plan, folder / "data", output, overrides=small)
     world = plan.world_size
     said = pools(world).run(
         "tests.e2e.plugins:train",
-        timeout=180.0,
         values=values,
         world=world,
         folder=str(folder),
@@ -107,6 +96,14 @@ def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **mor
     )
     assert said == [""] * world, said
     return [loss for _, loss, _ in program.losses(output)]
+
+
+def equal_losses(pools: Pools, folder: Path, plugin: str, *plans: Plan, **more: Any) -> list[float]:
+    """Losses of one process, which those under the plans are equal to."""
+    one = losses(pools, Plan(), folder, plugin, "one", **more)
+    for plan in plans:
+        assert losses(pools, plan, folder, plugin, str(plan), **more) == pytest.approx(one, rel=2e-5)
+    return one
 
 
 def test_the_page_has_a_command_and_a_file_for_every_example(folder: Path) -> None:
@@ -120,36 +117,27 @@ def test_the_page_shows_the_example_as_it_is(folder: Path, name: str) -> None:
 
 
 def test_a_normalization(folder: Path, pools: Pools) -> None:
-    found = train(folder, "scale_norm")
-    assert found[-1]["loss"] < found[0]["loss"]
+    train(folder, "scale_norm")
     manifest = json.loads((folder / "output/scale_norm/epoch_0_step_8/manifest.json").read_text())
     names = str(manifest)
     assert "decoder.final_norm.weight" in names and "decoder.final_norm.bias" not in names
-    changes = {"Model.normalization": "ScaleNorm"}
-    one = losses(pools, Plan(), folder, "scale_norm", "one", **changes)
     split = Plan(mp=2, sequence_parallel=True)
-    assert losses(pools, split, folder, "scale_norm", "mp2", **changes) == pytest.approx(one, rel=2e-5)
+    equal_losses(pools, folder, "scale_norm", split, **{"Model.normalization": "ScaleNorm"})
 
 
 def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> None:
-    found = train(folder, "parallel_gpt")
-    assert found[-1]["loss"] < found[0]["loss"]
+    train(folder, "parallel_gpt")
     saved = yaml.safe_load((folder / "output/parallel_gpt/config.yaml").read_text())
     assert saved["Global"]["plugins"] == ["parallel_gpt"]
-    again = run(folder, "ppfleetx check -c output/parallel_gpt")
-    assert again.returncode == 2 and "needs the plugin parallel_gpt" in again.stderr
-    on_two = next(c for c in COMMANDS if c and "paddle.distributed.launch" in c)
-    done = run(folder, on_two)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(records(folder / "output/parallel_gpt_mp2")) == 8
+    again = programs.refused(words("ppfleetx check -c output/parallel_gpt"), **place(folder))
+    assert "needs the plugin parallel_gpt" in again
+    programs.ok(words(command_with("paddle.distributed.launch")), **place(folder))
+    assert len(program.records(folder / "output/parallel_gpt_mp2", "train")) == 8
     changes = {"Model.name": "ParallelGPT"}
-    one = losses(pools, Plan(), folder, "parallel_gpt", "one", **changes)
-    for name, plan in {"mp2": Plan(mp=2), "pp2": Plan(pp=2)}.items():
-        assert losses(pools, plan, folder, "parallel_gpt", name, **changes) == pytest.approx(one, rel=2e-5)
+    one = equal_losses(pools, folder, "parallel_gpt", Plan(mp=2), Plan(pp=2), **changes)
     again = {**changes, "Model.use_recompute": True, "Model.recompute_granularity": "full_attn"}
-    assert losses(pools, Plan(), folder, "parallel_gpt", "recomputed", **again) == pytest.approx(
-        one, rel=1e-6
-    )
+    recomputed = losses(pools, Plan(), folder, "parallel_gpt", "recomputed", **again)
+    assert recomputed == pytest.approx(one, rel=1e-6)
     plain = losses(pools, Plan(), folder, "parallel_gpt", "gpt", **{"Model.name": "GPT"})
     assert plain != pytest.approx(one, rel=1e-3), "it is another function"
 
@@ -157,10 +145,8 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
 @pytest.mark.parametrize(("name", "metric"), [("penalized_gpt", "trunk_size"), ("two_experts", "balance")])
 def test_a_loss_with_two_parts_is_in_the_log(folder: Path, name: str, metric: str) -> None:
     """tests/parity/test_aux_loss.py runs it under the plans."""
-    done = run(folder, command_of(name))
-    assert done.returncode == 0, done.stderr
-    lines = (folder / f"output/{name}/metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    done = programs.ok(words(command_of(name)), **place(folder))
+    found = program.records(folder / "output" / name)
     assert {record["kind"] for record in found} == {"train", "eval"}
     for record in found:
         value = record["metrics"][metric]
@@ -169,10 +155,8 @@ def test_a_loss_with_two_parts_is_in_the_log(folder: Path, name: str, metric: st
 
 
 def test_experts_under_four_ranks_have_their_balance_in_the_log(folder: Path) -> None:
-    on_four = next(c for c in COMMANDS if c and "two_experts_dp2_mp2" in c)
-    done = run(folder, on_four)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = records(folder / "output/two_experts_dp2_mp2")
+    programs.ok(words(command_with("two_experts_dp2_mp2")), **place(folder))
+    found = program.records(folder / "output/two_experts_dp2_mp2", "train")
     assert len(found) == 8 and all(1.0 < record["metrics"]["balance"] < 2.0 for record in found)
 
 
@@ -182,33 +166,25 @@ def test_a_metric_of_a_task(folder: Path, pools: Pools) -> None:
     changes = {"Model.module": "GPTWithFill"}
     for name, plan in {"one": Plan(), "mp2": Plan(mp=2), "pp2": Plan(pp=2), "sep2": Plan(sep=2)}.items():
         losses(pools, plan, folder, "fill", name, **changes)
-        assert {record["metrics"]["fill"] for record in records(folder / "ranks" / f"fill {name}")} == {1.0}
+        found = program.records(folder / "ranks" / f"fill {name}", "train")
+        assert {record["metrics"]["fill"] for record in found} == {1.0}
 
 
 def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> None:
-    found = train(folder, "layer_scale")
-    assert found[-1]["loss"] < found[0]["loss"]
-    changes = {"Model.name": "ScaledGPT"}
-    one = losses(pools, Plan(), folder, "layer_scale", "one", **changes)
-    for name, plan in {
-        "mp2": Plan(mp=2, sequence_parallel=True),
-        "stage 3": Plan(sharding=2, sharding_stage=3),
-    }.items():
-        assert losses(pools, plan, folder, "layer_scale", name, **changes) == pytest.approx(one, rel=2e-5)
+    train(folder, "layer_scale")
+    plans = (Plan(mp=2, sequence_parallel=True), Plan(sharding=2, sharding_stage=3))
+    equal_losses(pools, folder, "layer_scale", *plans, **{"Model.name": "ScaledGPT"})
 
 
 def test_another_attention_strategy(folder: Path, pools: Pools) -> None:
-    """tests/parity/test_attention_strategy.py runs it under other plans."""
-    changes = {"Model.name": "GatheredGPT"}
-    one = losses(pools, Plan(), folder, "gathered_attention", "one", **changes)
-    split = losses(pools, Plan(sep=2), folder, "gathered_attention", "sep2", **changes)
-    assert split == pytest.approx(one, rel=2e-5)
+    """tests/parity/test_plans.py runs it under other plans."""
+    equal_losses(pools, folder, "gathered_attention", Plan(sep=2), **{"Model.name": "GatheredGPT"})
     assert len(train(folder, "gathered_attention")) == 8
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
-    refused = run(folder, command_of("csv_log").replace("--plugin csv_log", ""))
-    assert refused.returncode == 2 and "needs the plugin csv_log" in refused.stderr
+    without = command_of("csv_log").replace("--plugin csv_log", "")
+    assert "needs the plugin csv_log" in programs.refused(words(without), **place(folder))
     fixed = ("-o", "Optimizer.lr.decay_steps=8", "-o", "Engine.callbacks.1.options.every=1")
     train(folder, "csv_log", *fixed, "-o", "Engine.max_steps=4")
     found = train(folder, "csv_log", *fixed, "-o", "Engine.save_load.resume=auto", fresh=False)
@@ -241,10 +217,10 @@ def test_lion_is_its_formula(folder: Path, pools: Pools, precision: str, on_host
 
 
 def test_an_optimizer_is_sharded_saved_and_resumed(folder: Path, pools: Pools) -> None:
-    found = train(folder, "lion")
-    assert found[-1]["loss"] < found[0]["loss"]
+    train(folder, "lion")
     changes = {"Optimizer.name": "Lion", "Optimizer.lr.max_lr": 3e-4, "Optimizer.lr.decay_steps": 6}
-    one = losses(pools, Plan(), folder, "lion", "one", **changes)
+    offload = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
+    one = equal_losses(pools, folder, "lion", offload, **changes)
     for stage in (1, 2, 3):
         plan = Plan(sharding=2, sharding_stage=stage)
         more = {**changes, "Engine.max_steps": 3, "Engine.save_load.resume": "auto"}
@@ -252,48 +228,35 @@ def test_an_optimizer_is_sharded_saved_and_resumed(folder: Path, pools: Pools) -
         assert began == pytest.approx(one[:3], rel=2e-5)
         more["Engine.max_steps"] = 6
         assert losses(pools, Plan(), folder, "lion", f"stage {stage}", **more) == pytest.approx(one, rel=2e-5)
-    offload = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
-    assert losses(pools, offload, folder, "lion", "offload", **changes) == pytest.approx(one, rel=2e-5)
 
 
 def test_an_optimizer_with_its_own_groups(folder: Path) -> None:
     """tests/parity/test_whole_matrices.py runs it under the plans."""
-    found = train(folder, "whole_matrix_rule")
-    assert found[-1]["loss"] < found[0]["loss"]
+    train(folder, "whole_matrix_rule")
 
 
 def test_a_data_set(folder: Path) -> None:
     found = train(folder, "counting")
-    assert found[-1]["loss"] < found[0]["loss"] and found[0]["tokens"] == 4 * 32
-    continues = (
-        "-o",
-        "Engine.save_load.resume=auto",
-        "-o",
-        "Engine.max_steps=9",
-        "-o",
-        "Optimizer.lr.decay_steps=8",
-    )
+    assert found[0]["tokens"] == 4 * 32
+    keys = ("Engine.save_load.resume=auto", "Engine.max_steps=9", "Optimizer.lr.decay_steps=8")
+    continues = [word for key in keys for word in ("-o", key)]
     assert len(train(folder, "counting", *continues, fresh=False)) == 9
-    other = run(folder, command_of("counting"), *continues, "-o", "Data.Train.dataset.options.step=5")
-    assert other.returncode == 2 and "the training data or its order is not the one" in other.stderr
-    wrong = run(folder, command_of("counting"), "-o", "Data.Train.dataset.options.steps=5")
-    assert (
-        wrong.returncode == 2 and "Counting has no option steps; it takes step, num_samples" in wrong.stderr
-    )
+    command = [*words(command_of("counting")), *continues, "-o"]
+    for option, said in (
+        ("Data.Train.dataset.options.step=5", "the training data or its order is not the one"),
+        ("Data.Train.dataset.options.steps=5", "Counting has no option steps; it takes step, num_samples"),
+    ):
+        assert said in programs.refused([*command, option], **place(folder))
 
 
 def test_a_schedule_and_an_activation(folder: Path) -> None:
     found = train(folder, "small_parts")
     rates = [1e-3 * n / 2 for n in (1, 2)] + [1e-4 + 9e-4 * ((8 - n) / 6) ** 2 for n in range(3, 9)]
     assert [record["lr"] for record in found] == pytest.approx(rates)
-    assert found[-1]["loss"] < found[0]["loss"]
-    typo = run(folder, command_of("small_parts").replace("=softplus", "=softplsu"))
-    assert typo.returncode == 2 and "did you mean softplus?" in typo.stderr
+    typo = words(command_of("small_parts").replace("=softplus", "=softplsu"))
+    assert "did you mean softplus?" in programs.refused(typo, **place(folder))
 
 
 def test_an_activation_with_a_gate(folder: Path, pools: Pools) -> None:
-    found = train(folder, "geglu")
-    assert found[-1]["loss"] < found[0]["loss"]
-    changes = {"Model.hidden_act": "geglu"}
-    one = losses(pools, Plan(), folder, "geglu", "one", **changes)
-    assert losses(pools, Plan(mp=2), folder, "geglu", "mp2", **changes) == pytest.approx(one, rel=2e-5)
+    train(folder, "geglu")
+    equal_losses(pools, folder, "geglu", Plan(mp=2), **{"Model.hidden_act": "geglu"})

@@ -1,9 +1,10 @@
-"""The menu, links, anchors and generated pages of docs/, checked without mkdocs."""
+"""The menu, links, anchors and generated pages of docs/, checked without mkdocs; the messages that
+docs/troubleshooting.md explains are messages of the code; notebooks are committed as they were executed."""
 
+import ast
 import importlib.util
+import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -118,8 +119,59 @@ def test_the_module_pages_are_those_of_the_packages():
     }
 
 
-def test_the_page_of_commands_is_up_to_date():
-    done = subprocess.run(
-        [sys.executable, "tools/gen_command_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"run tools/gen_command_docs.py: {done.stdout}{done.stderr}"
+TROUBLES = DOCS / "troubleshooting.md"
+QUOTED = re.findall(r"^\*\*(.*`.*`.*)\*\*$", TROUBLES.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@cache
+def texts_of_the_code() -> tuple[str, ...]:
+    """Every literal text, those with values in them with ``…`` in the values' place."""
+    texts = []
+    for path in sorted((ROOT / "ppfleetx").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(_part(part) for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return tuple(texts)
+
+
+def _part(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else "…"
+
+
+def test_the_page_explains_enough():
+    assert len(re.findall(r"^\*\*", TROUBLES.read_text(encoding="utf-8"), re.MULTILINE)) >= 20
+    assert len(QUOTED) >= 12
+
+
+def test_the_translated_page_explains_the_same_messages():
+    translated = DOCS / "zh" / "troubleshooting.md"
+    quoted = [
+        re.findall(r"^\*\*(.*)\*\*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for page in (TROUBLES, translated)
+    ]
+    messages, translated_messages = ([re.findall(r"`[^`]*`", heading) for heading in page] for page in quoted)
+    assert messages == translated_messages
+
+
+@pytest.mark.parametrize("heading", QUOTED)
+def test_a_quoted_message_is_one_of_the_code(heading):
+    for quoted in re.findall(r"`([^`]*)`", heading):
+        if quoted.startswith("avg_"):
+            continue  # a word of the log line
+        fragments = [piece.strip(" ,") for piece in re.split(r"…|[A-Z]{4,}", quoted)]
+        longest = max(fragments, key=len)
+        assert len(longest) >= 7, f"{quoted!r} says too little to be found"
+        assert any(longest in text for text in texts_of_the_code()), f"no message has {longest!r}"
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_outputs_are_committed(path: Path) -> None:
+    text = path.read_text("utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds == {"stream", "display_data"}, "no errors"
+    assert "image/png" in text and len(text) < 100_000
+    assert "/tmp/" not in text

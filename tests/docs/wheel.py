@@ -16,10 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.docs.blocks import blocks, commands
-from tests.docs.run_pages import _end, _line, run_command
+from tests.docs.blocks import ROOT
+from tests.docs.run_pages import run_commands
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/installed.md"
 EXTRAS = "cpu,serve"
 
@@ -85,22 +84,11 @@ def run_page(python: Path, work: Path) -> int:
         check=True,
     ).stdout.strip()
     assert Path(where).is_relative_to(work / "fresh"), where
-    servers: list[subprocess.Popen] = []
-    try:
-        for block in blocks(PAGE):
-            for command in commands(block) if block.is_shell else ():
-                result = run_command(command, scene, servers, environment)
-                print(_line(result), flush=True)
-                if result.failed:
-                    print(result.output[-4000:])
-                    return 1
-                if str(ROOT) in result.output:
-                    print(f"the checkout is named in the output:\n{result.output[-4000:]}")
-                    return 1
-    finally:
-        for server in servers:
-            _end(server)
-    return 0
+    results = run_commands(PAGE, scene, environment)
+    leaks = [result for result in results if str(ROOT) in result.output]
+    for result in (*(result for result in results if result.failed), *leaks):
+        print(f"{result.command.place} failed, or names the checkout:\n{result.output[-4000:]}")
+    return int(bool(leaks) or any(result.failed for result in results))
 
 
 def _run(command: list[object], directory: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,12 @@ import pytest
 
 from tests.e2e.program import NANO, ROOT, losses, records
 from tests.helpers import programs
+from tests.helpers.programs import one_thread as environment
+from tests.helpers.waiting import wait_for
 
-__all__ = ["NANO", "ROOT", "losses", "records"]  # for the tests of this room and others
+__all__ = ["NANO", "ROOT", "environment", "losses", "records"]  # for the tests of this room and others
 
+TRAIN = "tools/train.py"
 LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
 
 
@@ -40,28 +41,17 @@ class Tool:
         options = [word for override in given for word in ("-o", override)]
         return [sys.executable, str(ROOT / script), "-c", str(config), *options]
 
-    def run(
-        self,
-        output_dir: Path,
-        *overrides: str,
-        script: str = "tools/train.py",
-        config: Path = NANO,
-        executed: bool = False,
+    def ok(
+        self, output_dir: Path, *overrides: str, config: Path = NANO, script: str = TRAIN, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        command = self.command(script, output_dir, *overrides, config=config)
-        return programs.run(command, timeout=120, env=environment(), executed=executed)
+        """Run the tool; asserts that it succeeds."""
+        return programs.ok(self.command(script, output_dir, *overrides, config=config), **options)
 
-    def ok(self, output_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """:meth:`run`; asserts that it succeeds."""
-        done = self.run(output_dir, *overrides, **options)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def refused(self, output_dir: Path, *overrides: str, **options: Any) -> str:
-        """:meth:`run`; asserts that it exits with a user's error, and returns the message."""
-        done = self.run(output_dir, *overrides, **options)
-        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
-        return done.stderr
+    def refused(
+        self, output_dir: Path, *overrides: str, config: Path = NANO, script: str = TRAIN, **options: Any
+    ) -> str:
+        """Run the tool; asserts that it exits with a user's error, and returns the message."""
+        return programs.refused(self.command(script, output_dir, *overrides, config=config), **options)
 
     def stop_after(self, output_dir: Path, num_steps: int, number: signal.Signals, *overrides: str) -> str:
         """Start training, send the signal once ``num_steps`` steps are recorded, return what was printed."""
@@ -69,20 +59,12 @@ class Tool:
         process = programs.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
         )
-        deadline = time.monotonic() + 90
         try:
-            while len(losses(output_dir)) < num_steps and process.poll() is None:
-                assert time.monotonic() < deadline, "training did not get that far"
-                time.sleep(0.005)
+            wait_for(lambda: len(losses(output_dir)) >= num_steps or process.poll() is not None, 90)
             process.send_signal(number)
             return process.communicate(timeout=60)[0]
         finally:
             process.kill()
-
-
-def environment() -> dict[str, str]:
-    """One thread, so that tests do not slow each other down; two threads give the same results."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """tools/train.py with a fault: ``FAULT=rank:step:kind``, once only if ``FAULT_ONCE`` names a file to be made.
 
-Kinds: ``raise``, ``kill``, ``kill_launcher``, ``hang`` or ``data`` (a user's error) just before that step;
+Kinds: ``raise``, ``kill``, ``kill_launcher`` or ``data`` (a user's error) just before that step;
 ``kill_in_save`` between writing the rank's files of the checkpoint of that step and telling the others.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,23 +59,20 @@ def _break_save(step: int) -> None:
 
 
 def _is_due() -> bool:
-    once = Path(os.environ["FAULT_ONCE"]) if "FAULT_ONCE" in os.environ else None
-    if once is None:
+    if "FAULT_ONCE" not in os.environ:
         return True
+    once = Path(os.environ["FAULT_ONCE"])
     due = not once.exists()
     once.touch()
     return due
 
 
 def _fail(kind: str):
-    if kind == "raise":
-        raise RuntimeError("a fault made for a test")
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "data":
         return None, DataError("the corpus is gone")
-    time.sleep(3600)
-    return None
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("a fault made for a test")
 
 
 if __name__ == "__main__":

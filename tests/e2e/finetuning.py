@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import CALLBACKS, CallbackTraits
-from tests.e2e.program import plan_overrides, records
+from tests.e2e.program import ROOT, error_of, plan_overrides, records
 from tests.helpers.ranks import Pools
 from tests.helpers.texts import small_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "ppfleetx/configs/nlp/gpt"
 GLUE, SFT = "finetune_gpt_345M_single_card_glue", "finetune_gpt_345M_single_card_sft"
 NUM_DEV = 61  # not a multiple of any batch
@@ -81,7 +80,7 @@ def run(pools: Pools, plan: Any, values: Mapping[str, Any], config: str = GLUE) 
     """Train under ``plan``; the records of metrics.jsonl."""
     values = {**values, **plan_overrides(plan, 4 if plan.pp > 1 else 16 // plan.data_size)}
     pools(plan.world_size).run(
-        "tests.e2e.finetuning:train", timeout=120.0, values=values, world=plan.world_size, config=config
+        "tests.e2e.finetuning:train", values=values, world=plan.world_size, config=config
     )
     return records(Path(values["Engine.save_load.output_dir"]))
 
@@ -165,10 +164,4 @@ def logits(values: Mapping[str, Any], world: int, config: str = GLUE) -> list[li
 
 def refused(values: Mapping[str, Any], world: int, config: str = GLUE) -> str:
     """In a rank: the user's error that training ends with."""
-    from ppfleetx.config.errors import UserError
-
-    try:
-        train(values, world, config)
-    except UserError as error:
-        return str(error)
-    return ""
+    return error_of(train, values, world, config)

@@ -25,13 +25,8 @@ def use(folder: str, plugin: str) -> None:
 
 def train(values: Mapping[str, Any], world: int, folder: str, plugin: str) -> str:
     """Run tools/train.py; the user's error that it ended with, or ""."""
-    from ppfleetx.config.errors import UserError
-
     use(folder, plugin)
-    try:
-        return program.train(values, world)
-    except UserError as error:
-        return str(error)
+    return program.error_of(program.train, values, world)
 
 
 def lion_steps(folder: str, precision: str, on_host: bool) -> dict[str, Any]:

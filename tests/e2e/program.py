@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,12 +9,13 @@ from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.parallel_plan import CONFIG_KEYS, ParallelPlan
+from tests.helpers.programs import ROOT
 from tests.helpers.ranks import Pools
 
-ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 GLOBAL_BATCH, SEQ_LEN = 16, 16
 
@@ -65,7 +65,7 @@ def run(
 ) -> list[tuple[int, float, float]]:
     """Train under ``plan``; (step, loss, gradient norm) of each step. ``more`` as for :func:`values_of`."""
     values = values_of(plan, corpus, output_dir, **more)
-    pools(plan.world_size).run("tests.e2e.program:train", timeout=180.0, values=values, world=plan.world_size)
+    pools(plan.world_size).run("tests.e2e.program:train", values=values, world=plan.world_size)
     return losses(output_dir)
 
 
@@ -88,7 +88,7 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
         values: overrides by dotted key.
         world: number of ranks.
         fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``bad_evaluation`` on this rank from the
-            second evaluation on, ``same_data_rank`` or ``full_disk`` for all ranks.
+            second evaluation on, ``same_data_rank`` for all ranks.
 
     Returns:
         The user's error the program ended with, or "".
@@ -96,17 +96,28 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
     import paddle
 
     from ppfleetx.commands.train import train
-    from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed
 
     cfg = load_config(NANO, [f"{key}={value}" for key, value in values.items()], world_size=world)
-    try:
+
+    def run() -> None:
         with paddle.utils.unique_name.guard(), _fault(fault):
             train(cfg, init_distributed(cfg))
+
+    if fault:
+        return error_of(run)
+    run()
+    return ""
+
+
+def error_of(call: Callable[..., object], *arguments: Any) -> str:
+    """The user's error that a call ends with; "": none."""
+    from ppfleetx.config.errors import UserError
+
+    try:
+        call(*arguments)
     except UserError as error:
-        if not fault:
-            raise
         return str(error)
     return ""
 
@@ -114,27 +125,26 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 @contextmanager
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
-    from ppfleetx.checkpoint.manager import SharedSave
     from ppfleetx.commands import train as build
     from ppfleetx.core.engine.engine import Engine
 
-    read, build_dataloader, write = Engine._read, build.build_dataloader, SharedSave.write
-    if name == "same_data_rank":
-        build.build_dataloader = lambda cfg, mode, **options: build_dataloader(
-            cfg, mode, **{**options, "data_rank": 0}
-        )
-    elif name == "bad_evaluation":
-        build.build_dataloader = _with_a_bad_evaluation(build_dataloader)
-    elif name == "full_disk":
-        SharedSave.write = _no_space
-    elif name:
-        value = {"one_bit": 1.5, "nan": float("nan")}[name]
-        Engine._read = lambda engine, batches: _spoil(engine, value) or read(engine, batches)
-    try:
+    read, build_dataloader = Engine._read, build.build_dataloader
+
+    def reading(value: float) -> Callable[..., Any]:
+        return lambda engine, batches: _spoil(engine, value) or read(engine, batches)
+
+    def of_rank_0(cfg: Any, mode: str, **options: Any) -> Any:
+        return build_dataloader(cfg, mode, **{**options, "data_rank": 0})
+
+    owner, attribute, changed = {
+        "": (build, "build_dataloader", build_dataloader),
+        "same_data_rank": (build, "build_dataloader", of_rank_0),
+        "bad_evaluation": (build, "build_dataloader", _with_a_bad_evaluation(build_dataloader)),
+        "one_bit": (Engine, "_read", reading(1.5)),
+        "nan": (Engine, "_read", reading(float("nan"))),
+    }[name]
+    with mock.patch.object(owner, attribute, changed):
         yield
-    finally:
-        Engine._read, build.build_dataloader = read, build_dataloader
-        SharedSave.write = write
 
 
 def _with_a_bad_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,10 +162,6 @@ def _with_a_bad_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
         return loader
 
     return changed
-
-
-def _no_space(save: Any, pieces: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", f"files of rank {save._ctx.rank}")
 
 
 def _spoil(engine: Any, value: float) -> None:

@@ -117,12 +117,11 @@ def _difference(values, expected) -> float:
 
 
 def main() -> int:
-    failed, pools = 0, Pools()
-    with tempfile.TemporaryDirectory() as name:
+    failed = 0
+    with tempfile.TemporaryDirectory() as name, Pools() as pools:
         write_corpus(Path(name) / "toy")
-        runs = Path(name) / "runs"
-        runs.mkdir()
-        resumption = Resumption(pools, runs, Path(name) / "toy")
+        (Path(name) / "runs").mkdir()
+        resumption = Resumption(pools, Path(name) / "runs", Path(name) / "toy")
         for before, after in ALL:
             started = time.monotonic()
             try:
@@ -135,7 +134,6 @@ def main() -> int:
             took = time.monotonic() - started
             verdict = "passed" if passed else "FAILED"
             print(f"{verdict} {before} -> {after}: {worst:.1e} ({took:.1f} s)", flush=True)
-        pools.close()
     print(f"{len(ALL) - failed} of {len(ALL)} pairs of plans continue as one card does")
     return 1 if failed else 0
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
-from tests.e2e.conftest import FOUR_STEPS, NANO, Tool, environment, losses, records
+from tests.e2e.conftest import FOUR_STEPS, NANO, Tool, losses, records
 from tests.helpers import programs
 
 CONFIG = NANO.with_name("gpt_moe_nano.yaml")
@@ -43,13 +43,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(tool: Tool, trained: Path, tmp_path: 
     bias, load = (np.asarray(middle.read(f"{ROUTER}.{name}")) for name in ("bias", "load"))
     assert 0 < np.abs(bias).max() <= 2.01e-4
     assert load.sum() == pytest.approx(1.0, rel=1e-6) and load.std() > 0
-    tool.ok(
-        tmp_path / "again",
-        *FOUR_STEPS,
-        *BALANCED,
-        f"Engine.save_load.ckpt_dir={middle.path}",
-        config=CONFIG,
-    )
+    start = f"Engine.save_load.ckpt_dir={middle.path}"
+    tool.ok(tmp_path / "again", *FOUR_STEPS, *BALANCED, start, config=CONFIG)
     assert losses(tmp_path / "again") == losses(trained)[2:]
 
 
@@ -71,13 +66,10 @@ def test_another_balancing_loss_may_follow(tool: Tool, trained: Path, tmp_path: 
 
 def test_experts_are_stored_in_few_bits(tool: Tool, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ppfleetx", "quantize", str(trained), "--to", "int8"]
-    refused = programs.run(
-        [*command, "--smooth", "--calibration", "x", "--output", "y"], timeout=120, cwd=tmp_path
-    )
-    assert refused.returncode == 2 and "--smooth" in refused.stderr and "Traceback" not in refused.stderr
+    smooth = ("--smooth", "--calibration", "x", "--output", "y")
+    assert "--smooth" in programs.refused([*command, *smooth], cwd=tmp_path)
     small = tmp_path / "small"
-    done = programs.run([*command, "--output", str(small)], timeout=120, env=environment())
-    assert done.returncode == 0, done.stderr
+    programs.ok([*command, "--output", small])
     keys, evaluation = BALANCED, {"script": "tools/eval.py", "config": CONFIG}
     whole = tool.ok(tmp_path / "a", *keys, f"Engine.save_load.ckpt_dir={trained}", **evaluation)
     form = [f"Compress.Weights.{key}" for key in ("bits=8", "group_size=32", "asymmetric=True")]

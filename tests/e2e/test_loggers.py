@@ -111,13 +111,8 @@ def single(curves: Curves) -> Curves:
 
 def test_all_writers_hold_the_same_numbers(tool: Tool, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    keys = [
-        f"Engine.loggers={ALL}",
-        "Engine.max_steps=4",
-        "Engine.eval_freq=2",
-        "Engine.save_load.save_steps=2",
-    ]
-    keys += ["Global.peak_tflops=0.5"]
+    keys = [f"Engine.loggers={ALL}", "Engine.max_steps=4", "Engine.eval_freq=2"]
+    keys += ["Engine.save_load.save_steps=2", "Global.peak_tflops=0.5"]
     done = tool.ok(run, *keys)
     first = of_jsonl(run)
     assert first["train/loss"].keys() == {1, 2, 3, 4} and first["eval/loss"].keys() == {0, 2, 4}
@@ -181,11 +176,8 @@ def test_the_writer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     writer.write(1, {"train/loss": 2.0})
     writer.write(2, {"eval/loss": 3.0})
     writer.finish()
-    assert json.loads((tmp_path / "last.json").read_text()) == {
-        "train/loss": 2.0,
-        "step": 2,
-        "eval/loss": 3.0,
-    }
+    found = json.loads((tmp_path / "last.json").read_text())
+    assert found == {"train/loss": 2.0, "step": 2, "eval/loss": 3.0}
     cfg = load_config(NANO, ["Engine.loggers=[{name: latest, options: {path: last.json}}]"])
     with pytest.raises(ConfigError, match="options of latest: got an unexpected keyword argument 'path'"):
         build_writers(cfg, tmp_path)

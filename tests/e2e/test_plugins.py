@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.e2e import program
 from tests.e2e.conftest import NANO, Tool, environment, losses
 from tests.helpers import programs
@@ -55,28 +56,23 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "ending_plugin.py").write_text("import sys\n\nsys.exit(3)\n")
     text = NANO.read_text().replace("Global:\n", "Global:\n  plugins: [mean_loss_plugin]\n")
     assert text.count("\nEngine:\n") == 1
-    (tmp_path / "config.yaml").write_text(
-        text.replace(
-            "\nEngine:\n", "\nEngine:\n  callbacks: [default, {name: mean_loss, options: {file: a.txt}}]\n"
-        )
-    )
+    callbacks = "\nEngine:\n  callbacks: [default, {name: mean_loss, options: {file: a.txt}}]\n"
+    (tmp_path / "config.yaml").write_text(text.replace("\nEngine:\n", callbacks))
     shutil.copytree(NANO.parent / "..", tmp_path / "configs")
     return tmp_path
 
 
-def run(tool: Tool, folder: Path, *words: str, **variables: str):
-    """The configuration of ``folder``, from there, with further words of the command line."""
+@pytest.fixture
+def command(tool: Tool, folder: Path) -> list[str]:
+    """Training with the configuration of ``folder``, where it is to be run."""
     overrides = ("Engine.max_steps=3", "Engine.save_load.save_steps=2", "Engine.eval_freq=0")
-    command = tool.command("tools/train.py", folder / "out", *overrides, config=folder / "config.yaml")
-    return programs.run([*command, *words], timeout=120, cwd=folder, env={**environment(), **variables})
+    return tool.command("tools/train.py", folder / "out", *overrides, config=folder / "config.yaml")
 
 
-def test_a_plugin_is_named_by_the_command_line_or_the_environment(tool: Tool, folder: Path) -> None:
-    refused = run(tool, folder)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "this configuration needs the plugin mean_loss_plugin" in refused.stderr
-    done = run(tool, folder, "--plugin", "mean_loss_plugin")
-    assert done.returncode == 0, done.stderr
+def test_a_plugin_is_named_by_the_command_line_or_the_environment(folder: Path, command: list[str]) -> None:
+    refused = programs.refused(command, cwd=folder)
+    assert "this configuration needs the plugin mean_loss_plugin" in refused
+    done = programs.ok([*command, "--plugin", "mean_loss_plugin"], cwd=folder)
     assert "CPU settings come too late" not in done.stdout
     steps, mean = (folder / "out/a.txt").read_text().split()
     found = [loss for _, loss, _ in losses(folder / "out")]
@@ -84,10 +80,11 @@ def test_a_plugin_is_named_by_the_command_line_or_the_environment(tool: Tool, fo
     manifest = json.loads((folder / "out/epoch_0_step_2/manifest.json").read_text())
     assert manifest["state"]["callbacks"] == {"mean_loss": {"steps": 2, "sum": pytest.approx(sum(found[:2]))}}
     assert "mean_loss_plugin" in (folder / "out/config.yaml").read_text()
-    evaluated = run(
-        tool, folder, "--check", "-o", "Engine.save_load.overwrite=True", PPFLEETX_PLUGINS="mean_loss_plugin"
-    )
-    assert evaluated.returncode == 0, evaluated.stderr
+    variable = {**environment(), "PPFLEETX_PLUGINS": "mean_loss_plugin"}
+    programs.ok([*command, "--check", "-o", "Engine.save_load.overwrite=True"], cwd=folder, env=variable)
+
+
+MISTAKEN = ("-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]")
 
 
 @pytest.mark.parametrize(
@@ -95,36 +92,55 @@ def test_a_plugin_is_named_by_the_command_line_or_the_environment(tool: Tool, fo
     [
         (["no_such_plugin"], "--plugin = 'no_such_plugin': there is no such module"),
         (["broken_plugin"], "ZeroDivisionError: division by zero ("),
-        (
-            ["mean_loss_plugin", "-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]"],
-            "it takes file",
-        ),
-        (
-            ["mean_loss_plugin", "--check", "-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]"],
-            "it takes file",
-        ),
+        (["mean_loss_plugin", *MISTAKEN], "it takes file"),
+        (["mean_loss_plugin", "--check", *MISTAKEN], "it takes file"),
         (["ending_plugin"], "SystemExit: 3 ("),
     ],
 )
 def test_what_is_wrong_with_a_plugin_is_a_sentence(
-    tool: Tool, folder: Path, words: list[str], said: str
+    folder: Path, command: list[str], words: list[str], said: str
 ) -> None:
-    done = run(tool, folder, "--plugin", *words)
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert said in programs.refused([*command, "--plugin", *words], cwd=folder)
 
 
-def train_with(
-    pools: Pools, plan: program.ParallelPlan, values: dict[str, object], folder: Path, plugin: str
-) -> list[str]:
+GLUTTON = """
+import paddle
+
+from ppfleetx.config.registries import CALLBACKS
+from ppfleetx.core.engine.callbacks.base import Callback
+
+
+@CALLBACKS.register("glutton")
+class Glutton(Callback):
+    def __init__(self, setup):
+        pass
+
+    def on_step_end(self, run, record):
+        if record.step == 2:
+            paddle.ones([10**8, 10**6])
+"""
+
+
+def test_a_run_that_is_out_of_memory_ends_with_one_message(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "glutton.py").write_text(GLUTTON)
+    command = tool.command("tools/train.py", tmp_path / "run", "Engine.callbacks=[default, glutton]")
+    done = programs.run([*command, "--plugin", "glutton"], timeout=120, cwd=tmp_path, env=environment())
+    assert done.returncode == 5, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert line.startswith("error: out of memory (between two steps, step 2): Fail to alloc memory of 4")
+    assert "Predicted memory at the peak: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def train_with(pools: Pools, plan: Plan, values: dict[str, object], folder: Path, plugin: str) -> list[str]:
     """Train with a plugin of ``folder``; what the ranks ended with."""
     arguments = {"values": values, "world": plan.world_size, "folder": str(folder), "plugin": plugin}
-    return pools(plan.world_size).run("tests.e2e.plugins:train", timeout=180.0, **arguments)
+    return pools(plan.world_size).run("tests.e2e.plugins:train", **arguments)
 
 
 def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
     pools: Pools, corpus: Path, tmp_path: Path
 ) -> None:
-    plan = program.ParallelPlan
     (tmp_path / "rank_plugin.py").write_text(PLUGIN)
     values = {
         "Engine.callbacks": "[default, mean_loss]",
@@ -132,14 +148,14 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
         "Optimizer.lr.decay_steps": 6,
     }
 
-    def train(which: program.ParallelPlan, name: str, **more: object) -> str:
+    def train(which: Plan, name: str, **more: object) -> str:
         given = program.values_of(which, corpus, tmp_path / name, overrides={**values, **more})
         return train_with(pools, which, given, tmp_path, "rank_plugin")
 
-    train(plan(), "out", **{"Engine.max_steps": 3})
-    train(plan(pp=2), "out", **{"Engine.max_steps": 6})
+    train(Plan(), "out", **{"Engine.max_steps": 3})
+    train(Plan(pp=2), "out", **{"Engine.max_steps": 6})
     gives_up = "[default, {name: mean_loss, options: {give_up_at: 2}}]"
-    ended = train(plan(pp=2), "other", **{"Engine.callbacks": gives_up})
+    ended = train(Plan(pp=2), "other", **{"Engine.callbacks": gives_up})
     found = [loss for _, loss, _ in program.losses(tmp_path / "out")]
     steps, mean = (tmp_path / "out/mean.txt").read_text().split()
     assert int(steps) == len(found) == 6 and float(mean) == pytest.approx(sum(found) / 6)
@@ -147,10 +163,9 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
     assert len(program.losses(tmp_path / "other")) == 2
     fails_at_end = "[default, {name: mean_loss, options: {fails_at_end: true}}]"
     values |= {"Engine.max_steps": 3, "Engine.callbacks": fails_at_end}
-    assert train(plan(pp=2), "third") == ["rank 0: no end"] * 2
-    assert train(
-        plan(pp=2), "fourth", **{"Engine.callbacks": f"{fails_at_end[:-3]}, give_up_at: 2}}}}]"}
-    ) == (["rank 0: gave up at step 2"] * 2)
+    assert train(Plan(pp=2), "third") == ["rank 0: no end"] * 2
+    both = f"{fails_at_end[:-3]}, give_up_at: 2}}}}]"
+    assert train(Plan(pp=2), "fourth", **{"Engine.callbacks": both}) == ["rank 0: gave up at step 2"] * 2
 
 
 PARTS = """
@@ -194,7 +209,7 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(
 ) -> None:
     (tmp_path / "parts_plugin.py").write_text(PARTS)
 
-    def train(which: program.ParallelPlan, name: str, module: str) -> list[float]:
+    def train(which: Plan, name: str, module: str) -> list[float]:
         parts = {
             "Engine.max_steps": 3,
             "Data.tokenizer": "{name: Letters}",
@@ -206,9 +221,9 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(
         assert said == [""] * which.world_size, said
         return [loss for _, loss, _ in program.losses(tmp_path / name)]
 
-    one = train(program.ParallelPlan(), "one", "HalvedLoss")
-    assert train(program.ParallelPlan(mp=2), "mp2", "HalvedLoss") == pytest.approx(one, rel=2e-5)
-    whole = train(program.ParallelPlan(), "whole", "GPTModule")
+    one = train(Plan(), "one", "HalvedLoss")
+    assert train(Plan(mp=2), "mp2", "HalvedLoss") == pytest.approx(one, rel=2e-5)
+    whole = train(Plan(), "whole", "GPTModule")
     assert one[0] == pytest.approx(whole[0] / 2, rel=1e-6)
     manifest = json.loads((tmp_path / "one/epoch_0_step_3/manifest.json").read_text())
     assert "position_embeddings" not in json.dumps(manifest["tensors"])
@@ -224,23 +239,20 @@ def _check_conversion(folder: Path) -> None:
     kinds = "--from ppfleetx --to ppfleetx --dtype bfloat16 --input"
     commands = {"convert": kinds.split(), "quantize": ["--to", "int8"], "generate": []}
 
-    def run(verb: str, output: str, *words: str, **variables: str):
-        command = [sys.executable, "-m", "ppfleetx", verb, *commands[verb], str(folder / "one"), *words]
-        variables["PYTHONPATH"] = os.pathsep.join([str(folder), environment().get("PYTHONPATH", "")])
-        environ = {**environment(), **variables}
-        where = [] if verb == "generate" else ["--output", output]
-        return programs.run([*command, *where], timeout=120, cwd=folder, env=environ)
+    def command(verb: str, *words: str) -> list[str]:
+        return [sys.executable, "-m", "ppfleetx", verb, *commands[verb], str(folder / "one"), *words]
 
-    refused = run("convert", "none")
-    assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
-    assert "Traceback" not in refused.stderr and not (folder / "none").exists()
-    refused = run("generate", "", "a")
-    assert refused.returncode == 2 and "this configuration needs the plugin" in refused.stderr
-    for verb, output, words, variables in (
-        ("convert", "argument", ("--plugin", "parts_plugin"), {}),
-        ("convert", "variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
-        ("quantize", "small", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
+    here = {"PYTHONPATH": os.pathsep.join([str(folder), environment().get("PYTHONPATH", "")])}
+    given = {"cwd": folder, "env": {**environment(), **here}}
+    named = {"cwd": folder, "env": {**given["env"], "PPFLEETX_PLUGINS": "parts_plugin"}}
+    refused = programs.refused(command("convert", "--output", "none"), **given)
+    assert "position_embedding_type" in refused and not (folder / "none").exists()
+    refused = programs.refused(command("generate", "a"), **given)
+    assert "this configuration needs the plugin" in refused
+    for verb, output, words, options in (
+        ("convert", "argument", ("--plugin", "parts_plugin"), given),
+        ("convert", "variable", (), named),
+        ("quantize", "small", (), named),
     ):
-        done = run(verb, output, *words, **variables)
-        assert done.returncode == 0, done.stderr
+        programs.ok(command(verb, *words, "--output", output), **options)
         assert list((folder / output).glob("epoch_*/manifest.json"))

@@ -1,12 +1,12 @@
 """The training program in 16 bits (kernels emulated): skipped steps, metrics, checkpoints."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
+from tests.e2e.program import records as recorded
 from tests.e2e.program import values_of
 
 ONE = Plan()
@@ -40,10 +40,9 @@ def train(pools, corpus, tmp_path):
 
 
 def records(output_dir):
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    # No NaN or Infinity: JSON has none.
-    found = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
-    return [record for record in found if record["kind"] == "train"]
+    lines = (output_dir / "metrics.jsonl").read_text()
+    assert "NaN" not in lines and "Infinity" not in lines, "JSON has none"
+    return recorded(output_dir, "train")
 
 
 def progress(output_dir):
@@ -153,7 +152,8 @@ def test_weights_go_between_precisions_without_loss(train, pools, dtype):
     # A learning rate of nothing: the masters stay what they were loaded as.
     still = {"Optimizer__lr__max_lr": 1e-30, "Optimizer__lr__min_lr": 0.0}
     low = train("low", {"enable": True, "dtype": dtype}, **start, **still)
-    types = dtypes(pools, low / "epoch_0_step_2")
+    checkpoint = str(low / "epoch_0_step_2")
+    (types,) = pools(1).run("tests.parity.low_precision:tensors_of", checkpoint=checkpoint)
     name = "decoder.layers.0.mlp.fc1.weight"
     assert types[f"model/{name}/"] == {"float16": "F16", "bfloat16": "BF16"}[dtype]
     assert types[f"optimizer/{name}/master_weight"] == types[f"optimizer/{name}/moment1"] == "F32"
@@ -170,11 +170,6 @@ def test_at_the_smallest_scale_an_overflow_ends_the_run(train):
         expected="at the smallest loss scale, 1",
         Model__initializer_range=300.0,
     )
-
-
-def dtypes(pools, checkpoint):
-    (types,) = pools(1).run("tests.parity.low_precision:tensors_of", checkpoint=str(checkpoint))
-    return types
 
 
 def assert_same_weights(one, other):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Tool, losses, records
+from tests.e2e.conftest import TRAIN, Tool, environment, losses, records
+from tests.helpers import programs
 
 FEW = ("Engine.eval_freq=0", "Data.Train.dataset.eod_id=511")
 TOLD = "computes something else than the one that saved"
@@ -21,34 +23,31 @@ def saved(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir
 
 
-def resume(tool: Tool, saved: Path, output_dir: Path, *overrides: str):
-    return tool.run(output_dir, *FEW, f"Engine.save_load.ckpt_dir={saved}/epoch_0_step_4", *overrides)
+@pytest.fixture
+def resume(tool: Tool, saved: Path, tmp_path: Path) -> Callable[..., str]:
+    """``resume(*overrides)`` into ``tmp_path``, from step 4; what was printed."""
+    start = f"Engine.save_load.ckpt_dir={saved}/epoch_0_step_4"
+    return lambda *overrides: tool.ok(tmp_path, *FEW, start, *overrides).stdout
 
 
-def test_what_changes_is_named_in_one_line(tool: Tool, saved: Path, tmp_path: Path) -> None:
-    done = resume(
-        tool,
-        saved,
-        tmp_path,
+def test_what_changes_is_named_in_one_line(resume: Callable[..., str], saved: Path, tmp_path: Path) -> None:
+    said = resume(
         "Data.Train.dataset.reset_attention_mask=True",
         "Optimizer.beta2=0.95",
         "Optimizer.lr.max_lr=2e-3",
         "Engine.save_load.lr_schedule=checkpoint",
     )
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if TOLD in line]
+    [line] = [line for line in said.splitlines() if TOLD in line]
     assert line.endswith(
         "epoch_0_step_4: Data.Train.dataset.reset_attention_mask = True (was False), "
         "Optimizer.beta2 = 0.95 (was 0.999)"
     )
-    assert "of the checkpoint is kept (max_lr: 0.002 now, 0.001 saved)" in done.stdout
+    assert "of the checkpoint is kept (max_lr: 0.002 now, 0.001 saved)" in said
     assert losses(tmp_path) != losses(saved)[4:]
 
 
-def test_nothing_is_said_where_nothing_changes(tool: Tool, saved: Path, tmp_path: Path) -> None:
-    done = resume(tool, saved, tmp_path, "Global.micro_batch_size=4", "Model.use_recompute=True")
-    assert done.returncode == 0, done.stderr
-    assert TOLD not in done.stdout
+def test_nothing_is_said_where_nothing_changes(resume: Callable[..., str]) -> None:
+    assert TOLD not in resume("Global.micro_batch_size=4", "Model.use_recompute=True")
 
 
 def test_the_best_result_of_another_evaluation_is_forgotten(tool: Tool, tmp_path: Path) -> None:
@@ -63,15 +62,18 @@ def test_the_best_result_of_another_evaluation_is_forgotten(tool: Tool, tmp_path
     assert f"epoch_0_step_{now[min(now)]}" in (tmp_path / "after/best").read_text()
 
 
-def test_another_optimizer_is_refused_or_starts_afresh(tool: Tool, saved: Path, tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_or_starts_afresh(
+    tool: Tool, resume: Callable[..., str], saved: Path, tmp_path: Path
+) -> None:
     sgd = ("Optimizer.name=SGD", "Optimizer.lr.max_lr=1e-3")
-    done = resume(tool, saved, tmp_path / "kept", *sgd)
-    assert done.returncode == 2, done.stdout
-    assert "was trained with Optimizer.name = 'AdamW', this configuration has 'SGD'" in done.stderr
-    assert "resuming" not in done.stdout  # said of what was resumed, and not before
-    done = resume(tool, saved, tmp_path / "dropped", *sgd, "Engine.save_load.load_optim=False")
-    assert done.returncode == 0, done.stderr
-    assert "Optimizer.name = 'SGD' (was 'AdamW'), a fresh optimizer" in done.stdout
+    start = f"Engine.save_load.ckpt_dir={saved}/epoch_0_step_4"
+    command = tool.command(TRAIN, tmp_path / "kept", *FEW, start, *sgd)
+    refused = programs.run(command, timeout=120, env=environment())
+    assert refused.returncode == 2, refused.stdout
+    assert "Optimizer.name = 'AdamW', this configuration has 'SGD'" in refused.stderr
+    assert "resuming" not in refused.stdout  # said of what was resumed, and not before
+    said = resume(*sgd, "Engine.save_load.load_optim=False")
+    assert "Optimizer.name = 'SGD' (was 'AdamW'), a fresh optimizer" in said
 
 
 @pytest.mark.parametrize(
@@ -84,18 +86,14 @@ def test_another_optimizer_is_refused_or_starts_afresh(tool: Tool, saved: Path, 
     ids=["data", "optimizer", "both"],
 )
 def test_the_same_command_continues_what_it_started_afresh(
-    tool: Tool, saved: Path, tmp_path: Path, fresh: tuple[str, ...]
+    resume: Callable[..., str], tmp_path: Path, fresh: tuple[str, ...]
 ) -> None:
     """With ``resume=auto``, only the start from ``ckpt_dir`` drops state, not each restart after it."""
     command = (*fresh, "Engine.save_load.resume=auto", "Engine.save_load.save_steps=2")
-    done = resume(tool, saved, tmp_path, *command)
-    assert done.returncode == 0, done.stderr
-    assert TOLD in done.stdout
+    assert TOLD in resume(*command)
     whole = losses(tmp_path)
     [last] = tmp_path.glob("epoch_*_step_8")
     shutil.rmtree(last)  # as if the run had been killed after step 6
-    done = resume(tool, saved, tmp_path, *command)
-    assert done.returncode == 0, done.stderr
-    assert "(global step 6)" in done.stdout
-    assert TOLD not in done.stdout
+    said = resume(*command)
+    assert "(global step 6)" in said and TOLD not in said
     assert losses(tmp_path) == whole

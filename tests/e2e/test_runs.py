@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ppfleetx.checkpoint.run_ownership import read_run, run_of
-from tests.e2e.conftest import ROOT, Tool, environment, losses
+from tests.e2e.conftest import ROOT, TRAIN, Tool, environment, losses
 from tests.helpers import programs
 from tests.helpers.waiting import wait_for
 
@@ -35,24 +35,20 @@ def used(tool: Tool, tmp_path: Path) -> Path:
 def test_a_second_run_is_refused_then_overwrites_or_goes_on(tool: Tool, used: Path) -> None:
     before, run = content(used), read_run(used).run
     assert {run_of(path) for path in used.glob("epoch_*")} == {run}
-    again = tool.run(used, *SHORT, "Engine.save_load.keep_max=1")
-    checked = programs.run(
-        [*tool.command("tools/train.py", used, *SHORT), "--check"], timeout=60, env=environment()
-    )
-    for done in (again, checked):
-        assert done.returncode == 2, done.stdout
-        assert "already holds a run (2 checkpoints, epoch_0_step_2 to epoch_0_step_3" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert checked.stdout == "", "it said that all is well"
+    again = tool.refused(used, *SHORT, "Engine.save_load.keep_max=1")
+    check = [*tool.command(TRAIN, used, *SHORT), "--check"]
+    checked = programs.run(check, timeout=120, env=environment())
+    assert (checked.returncode, checked.stdout) == (2, ""), "it said that all is well"
+    for said in (again, checked.stderr):
+        assert "already holds a run (2 checkpoints, epoch_0_step_2 to epoch_0_step_3" in said
     assert content(used) == before
 
-    done = tool.run(used, "Engine.max_steps=4", "Engine.eval_freq=0", "Engine.save_load.resume=auto")
-    assert "lr_schedule" in done.stderr, "the schedule follows from max_steps"
-    more = ("Engine.save_load.resume=auto", "Engine.save_load.lr_schedule=config")
-    done = tool.run(used, "Engine.max_steps=4", "Engine.eval_freq=0", *more)
-    assert (done.returncode, read_run(used).run) == (0, run), done.stderr
+    resume = ("Engine.max_steps=4", "Engine.eval_freq=0", "Engine.save_load.resume=auto")
+    assert "lr_schedule" in tool.refused(used, *resume), "the schedule follows from max_steps"
+    tool.ok(used, *resume, "Engine.save_load.lr_schedule=config")
+    assert read_run(used).run == run
 
-    done = tool.ok(used, "Engine.max_steps=2", "Engine.eval_freq=0", "Engine.save_load.overwrite=True")
+    tool.ok(used, "Engine.max_steps=2", "Engine.eval_freq=0", "Engine.save_load.overwrite=True")
     assert {path.name for path in used.glob("epoch_*")} == {"epoch_0_step_2"}
     assert run_of(used / "epoch_0_step_2") == read_run(used).run != run
     assert [step for step, *_ in losses(used)] == [1, 2]
@@ -63,7 +59,7 @@ def test_two_runs_started_at_once(tool: Tool, tmp_path: Path) -> None:
     seeds = (1, 2)
     jobs = [
         programs.Popen(
-            tool.command("tools/train.py", tmp_path / "run", *SHORT, f"Global.seed={seed}"),
+            tool.command(TRAIN, tmp_path / "run", *SHORT, f"Global.seed={seed}"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -86,34 +82,30 @@ def test_two_runs_started_at_once(tool: Tool, tmp_path: Path) -> None:
 def test_a_runs_configuration_is_used_again(tool: Tool, used: Path, tmp_path: Path) -> None:
     """To go on with the run, and on a run that was started from its weights."""
     config = used / "config.yaml"
-    command = [sys.executable, str(ROOT / "tools/train.py"), "-c", str(config)]
-    done = programs.run(command, timeout=60, env=environment())
+    train, evaluate = ([sys.executable, str(ROOT / tool), "-c"] for tool in (TRAIN, "tools/eval.py"))
+    done = programs.ok([*train, config])
     assert "nothing to train: 3 of 3 steps" in done.stdout, done.stderr
-    two = [*command, "--check", "-o", "Distributed.mp_degree=2", "-o", "Global.micro_batch_size=1"]
-    checked = programs.run(two, timeout=60, env=environment())
-    assert checked.returncode == 0, checked.stderr
+    two = ("--check", "-o", "Distributed.mp_degree=2", "-o", "Global.micro_batch_size=1")
+    checked = programs.ok([*train, config, *two])
     assert "mp 2" in checked.stdout
     assert "local 4 = micro 1 x accumulate 4" in checked.stdout
 
     output_dir = tmp_path / "started"
-    done = tool.ok(output_dir, *SHORT, f"Engine.save_load.init_from={used}", config=config)
+    tool.ok(output_dir, *SHORT, f"Engine.save_load.init_from={used}", config=config)
     written = yaml.safe_load((output_dir / "config.yaml").read_text())["Engine"]["save_load"]
     assert written["init_from"] == str(used / "epoch_0_step_3"), "latest may name another one later"
-    for script, words in (("tools/eval.py", "eval at global step 3"), ("tools/train.py", "nothing to train")):
-        given = ["-c", str(output_dir / "config.yaml"), "-o", f"Engine.save_load.ckpt_dir={output_dir}"]
-        given = given if "eval" in script else given[:2]
-        done = programs.run([sys.executable, str(ROOT / script), *given], timeout=60, env=environment())
-        assert done.returncode == 0, done.stderr
-        assert words in done.stdout
+    last = ("-o", f"Engine.save_load.ckpt_dir={output_dir}")
+    assert "eval at global step 3" in programs.ok([*evaluate, output_dir / "config.yaml", *last]).stdout
+    assert "nothing to train" in programs.ok([*train, output_dir / "config.yaml"]).stdout
 
 
 def test_a_run_that_branched_off_goes_on_without_its_source(tool: Tool, used: Path, tmp_path: Path) -> None:
     """Which the run that made it may delete meanwhile."""
     options = (*SHORT[1:], "Engine.max_steps=4", "Engine.save_load.lr_schedule=config")
     branch = (*options, f"Engine.save_load.ckpt_dir={used}", "Engine.save_load.resume=auto")
-    done = tool.ok(tmp_path / "branch", *branch)
+    tool.ok(tmp_path / "branch", *branch)
     shutil.rmtree(used)
-    done = tool.run(tmp_path / "branch", *branch)
+    done = tool.ok(tmp_path / "branch", *branch)
     assert "nothing to train: 4 of 4 steps" in done.stdout, done.stderr
     said = tool.refused(tmp_path / "another", *branch)
     assert "there is no directory" in said
@@ -123,7 +115,7 @@ def test_killed_before_its_first_checkpoint(tool: Tool, tmp_path: Path) -> None:
     """The same command begins again, as the same run and with one record of it."""
     metrics, before, runs = tmp_path / "metrics.jsonl", b"", set()
     long = ("Engine.max_steps=100000", "Engine.save_load.save_steps=null", "Engine.eval_freq=0")
-    command = tool.command("tools/train.py", tmp_path, *long, "Engine.save_load.resume=auto")
+    command = tool.command(TRAIN, tmp_path, *long, "Engine.save_load.resume=auto")
     for _ in range(2):
         process = programs.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter
-from tests.e2e.conftest import NANO, Tool, losses, records
+from tests.e2e.conftest import Tool, losses, records
+from tests.e2e.program import run
 from tests.helpers.ranks import Pools
 
 
@@ -78,57 +80,34 @@ def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_corpus_is_reported_by_its_set(tool: Tool, tmp_path: Path) -> None:
-    done = tool.run(tmp_path, "Data.Eval.sets.a=nowhere/x")
-    assert done.returncode == 2 and "Data.Eval.sets.a.input_dir (" in done.stderr, done.stderr
+    assert "Data.Eval.sets.a.input_dir (" in tool.refused(tmp_path, "Data.Eval.sets.a=nowhere/x")
 
 
 PLANS = (
-    [],
-    ["Distributed.pp_degree=2"],
-    ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2"],
-    ["Distributed.mp_degree=2", "Model.sequence_parallel=True"],
-    ["Distributed.dp_degree=2"],
-    ["Distributed.sep_degree=2"],
+    Plan(pp=2),
+    Plan(pp=2, virtual_pp_degree=2),
+    Plan(mp=2, sequence_parallel=True),
+    Plan(dp=2),
+    Plan(sep=2),
 )
-
-
-def train_in_ranks(directory: str, output: str) -> None:
-    """In each rank of a pool: the same training under some plans of its size."""
-    import os
-
-    from ppfleetx.commands.initialize import initialize
-    from ppfleetx.commands.train import train
-
-    size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    for number, plan in enumerate(PLANS[1:] if size > 1 else PLANS[:1]):
-        given = [
-            f"Data.Train.dataset.input_dir={directory}",
-            f"Data.Eval.sets={{a: {directory}/toy, b: {directory}/noise}}",
-            f"Engine.save_load.output_dir={output}/{size}_{number}",
-            "Engine.max_steps=2",
-            "Engine.eval_freq=2",
-            "Engine.log_source_loss=True",
-            "Model.num_layers=4",
-            "Global.global_batch_size=8",
-            "Global.local_batch_size=null",
-            "Model.hidden_dropout_prob=0",
-            "Model.attention_probs_dropout_prob=0",
-            *plan,
-        ]
-        train(*initialize(str(NANO), given, reads=("Train", "Eval")))
 
 
 @pytest.mark.slow
 def test_plans_record_the_same(pools: Pools, both: Path, tmp_path: Path) -> None:
-    arguments = {"directory": str(both), "output": str(tmp_path)}
-    for size in (1, 2):
-        pools(size).run("tests.e2e.test_sources:train_in_ranks", timeout=120.0, **arguments)
-    expected = {kind: records(tmp_path / "1_0", kind) for kind in ("train", "eval")}
-    for number in range(len(PLANS) - 1):
-        for kind, records_of_one in expected.items():
-            found = records(tmp_path / f"2_{number}", kind)
-            assert len(found) == len(records_of_one) > 1
-            for record, one in zip(found, records_of_one, strict=True):
+    keys = {
+        "Engine.max_steps": 2,
+        "Engine.eval_freq": 2,
+        "Engine.log_source_loss": True,
+        "Model.num_layers": 4,
+        "Data.Eval.sets": f"{{a: {both}/toy, b: {both}/noise}}",
+    }
+    for plan in (Plan(), *PLANS):
+        run(pools, plan, both, tmp_path / str(plan), overrides=keys)
+    for plan in PLANS:
+        for kind in ("train", "eval"):
+            expected, found = (records(tmp_path / str(one), kind) for one in (Plan(), plan))
+            assert len(found) == len(expected) > 1
+            for record, one in zip(found, expected, strict=True):
                 assert record["loss"] == pytest.approx(one["loss"], rel=1e-5)
                 assert record.get("set") == one.get("set")
                 for name, source in record.get("sources", {}).items():

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan
 from tests.e2e.conftest import losses, records
-from tests.e2e.program import GLOBAL_BATCH, train, values_of
+from tests.e2e.program import GLOBAL_BATCH, error_of, train, values_of
 from tests.helpers.ranks import Pools
 
 BAD = 5 * GLOBAL_BATCH + 3  # a sample of step 6
@@ -26,9 +27,7 @@ def run(pools: Pools, corpus: Path, output: Path, action: str, plan: ParallelPla
     values = values_of(plan, corpus, output, overrides={**CHANGED, **spike, **more.pop("overrides", {})})
     arguments = {"bad": [BAD], "once": False, "factor": 20.0, **more}
     target = "tests.e2e.test_spikes:train_with_spikes"
-    return pools(plan.world_size).run(
-        target, timeout=120.0, values=values, world=plan.world_size, **arguments
-    )
+    return pools(plan.world_size).run(target, values=values, world=plan.world_size, **arguments)
 
 
 PLANS = (
@@ -182,7 +181,6 @@ def train_with_spikes(
         once: a step that is computed again is as it should be: a fault of the machine.
         factor: null: not a number.
     """
-    from ppfleetx.config.errors import UserError
     from ppfleetx.parallel.step import StepRunner
 
     gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
@@ -203,14 +201,9 @@ def train_with_spikes(
         finally:
             state["repeats"] = False
 
-    StepRunner._gradients, StepRunner._repeat = spoilt, repeated
-    try:
-        train(values, world)
-    except UserError as error:
-        return str(error)
-    finally:
-        StepRunner._gradients, StepRunner._repeat = gradients, repeat
-    return ""
+    patched = {"_gradients": spoilt, "_repeat": repeated}
+    with mock.patch.multiple(StepRunner, **patched):
+        return error_of(train, values, world)
 
 
 def train_with_a_slow_rank(values: Mapping[str, Any], world: int, rank: int, seconds: float) -> str:
@@ -227,8 +220,5 @@ def train_with_a_slow_rank(values: Mapping[str, Any], world: int, rank: int, sec
             time.sleep(seconds)
         return gradients(runner, *arguments)
 
-    StepRunner._gradients = slow
-    try:
+    with mock.patch.object(StepRunner, "_gradients", slow):
         return train(values, world)
-    finally:
-        StepRunner._gradients = gradients

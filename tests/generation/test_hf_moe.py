@@ -1,4 +1,4 @@
-"""Mixtures continue prompts as in transformers (recipe: tests/goldens/make_hf_moe_generate.py)."""
+"""Mixtures continue prompts as in transformers (recipe: tests/goldens/make_hf_moe.py)."""
 
 import json
 from pathlib import Path

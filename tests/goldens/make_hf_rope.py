@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from make_hf_goldens import stored
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -58,21 +59,14 @@ CASES = {
     "yarn not truncated": {**LARGE, **OLD, "rope_scaling": {**YARN, "truncate": False}},
     "yarn no factor": {**OLD, "max_position_embeddings": 16384, "rope_scaling": {**YARN, "factor": None}},
     "yarn no original": {
-        **OLD,
-        "max_position_embeddings": 900,
-        "rope_scaling": {"type": "yarn", "factor": 2.0},
+        **OLD, "max_position_embeddings": 900, "rope_scaling": {"type": "yarn", "factor": 2.0},
     },
     "yarn original at the top": {
-        **OLD,
-        "max_position_embeddings": 8192,
-        "original_max_position_embeddings": 512,
-        "rope_scaling": YARN,
+        **OLD, "max_position_embeddings": 8192, "original_max_position_embeddings": 512, "rope_scaling": YARN,
     },
     "yarn tiny": {**OLD, "rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
     "yarn huge": {
-        **LARGE,
-        "head_dim": 8,
-        "rope_scaling": {**YARN, "original_max_position_embeddings": 1 << 30},
+        **LARGE, "head_dim": 8, "rope_scaling": {**YARN, "original_max_position_embeddings": 1 << 30},
     },
     "both, the same": {
         "rope_theta": 10000.0,
@@ -84,8 +78,7 @@ CASES = {
         "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 12},
     },
     "both, the other way round": {
-        "rope_theta": 300.0,
-        "rope_parameters": {**YARN, "rope_theta": 500000.0},
+        "rope_theta": 300.0, "rope_parameters": {**YARN, "rope_theta": 500000.0},
         "rope_scaling": {"rope_type": "default"},
     },
     "both, one empty": {"rope_parameters": {**YARN, "rope_theta": 500000.0}, "rope_scaling": {}},
@@ -97,55 +90,40 @@ CASES = {
     "longrope given attention factor": {**OLD, "rope_scaling": {**LONGROPE, "attention_factor": 1.19}},
     "longrope shortened": {**OLD, "max_position_embeddings": 8, "rope_scaling": LONGROPE},
     "longrope original at the top": {
-        **OLD,
-        "max_position_embeddings": 96,
-        "original_max_position_embeddings": 12,
+        **OLD, "max_position_embeddings": 96, "original_max_position_embeddings": 12,
         "rope_scaling": LONGROPE,
     },
     "finetuned": {**LARGE, **OLD, "rope_scaling": {**YARN, "finetuned": True}},
     # Those below run with the weights of hf_llama.npz: heads of 8 features, 60 tokens.
     "short linear": {
-        "max_position_embeddings": 64,
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+        "max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4.0},
     },
     "short llama3": {
-        **OLD,
-        "max_position_embeddings": 64,
-        "rope_theta": 100.0,
+        **OLD, "max_position_embeddings": 64, "rope_theta": 100.0,
         "rope_scaling": {**LLAMA3, "factor": 4.0, "original_max_position_embeddings": 16},
     },
     "short yarn": {
         "max_position_embeddings": 64,
         "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "beta_fast": 2.0,
-            "truncate": False,
-            "rope_theta": 100.0,
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
+            "truncate": False, "rope_theta": 100.0,
         },
     },
-    "short longrope": {
-        "max_position_embeddings": 64,
-        "rope_parameters": {**LONGROPE, "rope_theta": 100.0},
-    },
+    "short longrope": {"max_position_embeddings": 64, "rope_parameters": {**LONGROPE, "rope_theta": 100.0}},
     "short longrope within its length": {
         "max_position_embeddings": 512,
         "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 60, "rope_theta": 100.0},
     },
     "short both": {
-        "max_position_embeddings": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 12},
     },
-}
+}  # fmt: skip
 LOGITS = [name for name in CASES if name.startswith("short ")]
 
 
 def main() -> None:
-    with np.load(HERE / "hf_llama.npz") as golden:
-        base = json.loads(str(golden["config"]))
-        weights = {key.removeprefix("weight/"): golden[key] for key in golden.files if "weight/" in key}
+    base, weights = stored("hf_llama")
     tokens = np.random.default_rng(11).integers(0, base["vocab_size"], (1, LENGTH))
     arrays: dict[str, np.ndarray] = {"tokens": tokens}
     for name, changes in CASES.items():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from make_hf_goldens import load_stored, stored
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -27,14 +28,10 @@ CLOZE_LENGTH, NUM_CLOZE = 20, 37
 
 def build(name: str) -> torch.nn.Module:
     config_class, model_class = CLASSES[name]
-    with np.load(HERE / f"{name}.npz") as archive:
-        model = model_class(config_class(**json.loads(str(archive["config"]))))
-        stored = {key: archive[key] for key in archive.files if key.startswith("weight/")}
-    weights = {key.removeprefix("weight/"): torch.from_numpy(value) for key, value in stored.items()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    config, weights = stored(name)
+    model = load_stored(model_class(config_class(**config)), weights, lacks="lm_head.weight")
     model.tie_weights()
-    return model.double().eval()
+    return model.double()
 
 
 def loss_of(model: torch.nn.Module, ids: list[int], length: int, stride: int) -> float:

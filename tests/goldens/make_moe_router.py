@@ -34,58 +34,29 @@ SPEC = {
         "softmax_topk_norm": {"score": "softmax", "norm": True, "k": 2},  # Mixtral, Qwen3-MoE
         "softmax_topk": {"score": "softmax", "norm": False, "k": 3},  # Qwen2-MoE
         "topk_softmax": {"score": "topk_softmax", "k": 3},  # Megatron without pre-softmax
-        "softmax_topk_scaled": {
-            "score": "softmax",
-            "norm": False,
-            "k": 2,
-            "scale": 2.5,
-        },  # Megatron pre-softmax
+        # Megatron pre-softmax
+        "softmax_topk_scaled": {"score": "softmax", "norm": False, "k": 2, "scale": 2.5},
         "sigmoid_norm": {"score": "sigmoid", "norm": True, "k": 3, "scale": 1.0},
         "sigmoid_top1_hf": {"score": "sigmoid", "norm": True, "k": 1, "scale": 1.5},
         "sigmoid_top1_megatron": {"score": "sigmoid", "norm": False, "k": 1, "scale": 1.5},
         "deepseek_v3": {
-            "score": "sigmoid",
-            "norm": True,
-            "k": 3,
-            "scale": 2.5,
-            "bias": True,
-            "groups": 4,
-            "group_topk": 2,
-            "best": 2,
+            "score": "sigmoid", "norm": True, "k": 3, "scale": 2.5, "bias": True,
+            "groups": 4, "group_topk": 2, "best": 2,
         },
         "deepseek_v2": {
-            "score": "softmax",
-            "norm": False,
-            "k": 3,
-            "scale": 16.0,
-            "groups": 4,
-            "group_topk": 2,
-            "best": 1,
+            "score": "softmax", "norm": False, "k": 3, "scale": 16.0, "groups": 4, "group_topk": 2, "best": 1,
         },
-        "switch_paddle": {
-            "score": "softmax",
-            "norm": False,
-            "k": 1,
-            "linear_bias": True,
-        },  # SwitchGate without noise
+        # SwitchGate without noise
+        "switch_paddle": {"score": "softmax", "norm": False, "k": 1, "linear_bias": True},
         "capacity_probs": {"score": "softmax", "norm": True, "k": 2, "capacity": 1.0, "policy": "probs"},
         "capacity_position": {
-            "score": "softmax",
-            "norm": True,
-            "k": 2,
-            "capacity": 0.75,
-            "policy": "position",
+            "score": "softmax", "norm": True, "k": 2, "capacity": 0.75, "policy": "position",
         },
         "capacity_pad": {
-            "score": "softmax",
-            "norm": True,
-            "k": 2,
-            "capacity": 1.25,
-            "policy": "probs",
-            "pad": True,
+            "score": "softmax", "norm": True, "k": 2, "capacity": 1.25, "policy": "probs", "pad": True,
         },
     },
-}
+}  # fmt: skip
 
 
 def chosen(values, k):

@@ -23,29 +23,19 @@ HERE = Path(__file__).parent
 TABLES = {
     "simple": [(3.4445, -4.7750, 2.0315)],
     "quintic": [
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
     ],
     "polar_express": [
-        (8.2051, -22.9019, 16.4607),
-        (4.0664, -2.8612, 0.5184),
-        (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985),
-        (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568),
-        (1.8750, -1.2500, 0.3750),
+        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
     ],
     "aol": [
-        (4.0098, -7.0585, 2.4635),
-        (3.4585, -5.5479, 2.5959),
-        (2.7573, -3.2939, 1.4254),
+        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
     ],
-}
+}  # fmt: skip
 SPEC = {
     "seed": 31,
     "steps": 5,
@@ -63,32 +53,19 @@ SPEC = {
         "wide_unit_rms": {"shape": [12, 20], "scale": "unit_rms_norm", "table": "quintic"},
         "no_nesterov": {"shape": [16, 12], "scale": "match_rms_adamw", "nesterov": False},
         "schedule": {
-            "shape": [12, 16],
-            "scale": "match_rms_adamw",
-            "lrs": [0.0, 0.01, 0.02, 0.02, 0.005],
-            "wd": 0.0,
+            "shape": [12, 16], "scale": "match_rms_adamw", "lrs": [0.0, 0.01, 0.02, 0.02, 0.005], "wd": 0.0,
         },
         "qkv_three": {
-            "shape": [32, 16],
-            "scale": "match_rms_adamw",
-            "split": "three",
-            "groups": 2,
-            "per": 2,
-            "d": 4,
+            "shape": [32, 16], "scale": "match_rms_adamw", "split": "three", "groups": 2, "per": 2, "d": 4,
         },
         "qkv_heads": {
-            "shape": [32, 16],
-            "scale": "match_rms_adamw",
-            "split": "heads",
-            "groups": 2,
-            "per": 2,
-            "d": 4,
+            "shape": [32, 16], "scale": "match_rms_adamw", "split": "heads", "groups": 2, "per": 2, "d": 4,
         },
         "qkv_whole": {"shape": [32, 16], "scale": "match_rms_adamw", "same_as": "qkv_three"},
         "gate_up": {"shape": [40, 16], "scale": "match_rms_adamw", "split": "gate_up"},
         "zero_gradient": {"shape": [8, 6], "scale": "match_rms_adamw", "zero": True},
     },
-}
+}  # fmt: skip
 
 
 def newton_schulz(x, table, steps, eps):
@@ -190,17 +167,14 @@ def main():
     g = torch.Generator().manual_seed(spec["seed"])
     x = torch.randn(9, 14, generator=g, dtype=torch.float32).half().double()
     out["ns/x"] = x.numpy()
-    for table, count in (
-        ("simple", 5),
-        ("quintic", 5),
-        ("polar_express", 8),
-        ("polar_express", 10),
-        ("aol", 4),
-        ("simple", 1),
-        ("quintic", 10),
+    for table, counts in (
+        ("simple", (5, 1)),
+        ("quintic", (5, 10)),
+        ("polar_express", (8, 10)),
+        ("aol", (4,)),
     ):
-        y = newton_schulz(x, table, count, eps)
-        out[f"ns/{table}_{count}"] = y.numpy()
+        for count in counts:
+            out[f"ns/{table}_{count}"] = newton_schulz(x, table, count, eps).numpy()
     np.savez_compressed(HERE / "muon.npz", **out)
 
 

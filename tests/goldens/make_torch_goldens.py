@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import json
 import shutil
 import sys
 import types
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from make_hf_goldens import stored
 
 HERE = Path(__file__).parent
 
@@ -54,10 +54,8 @@ def write_torch() -> None:
 
 
 def weights(name: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    with np.load(HERE / f"{name}.npz") as archive:
-        config = json.loads(str(archive["config"]))
-        stored = {k.removeprefix("weight/"): archive[k] for k in archive.files if k.startswith("weight/")}
-    return config, {key: torch.from_numpy(value).half() for key, value in stored.items()}
+    config, found = stored(name)
+    return config, {key: torch.from_numpy(value).half() for key, value in found.items()}
 
 
 def save(path: Path, tree: dict) -> None:

@@ -30,18 +30,10 @@ NATIVE = {
     *("full_like", "empty_like", "reshape_", "scale_"),
 }
 METHODS = {
-    "__add__": "add",
-    "__radd__": "add",
-    "__sub__": "subtract",
-    "__rsub__": "subtract",
-    "__mul__": "multiply",
-    "__rmul__": "multiply",
-    "__truediv__": "divide",
-    "__rtruediv__": "divide",
-    "__matmul__": "matmul",
-    "__gt__": "greater_than",
-    "__lt__": "less_than",
-}
+    "__add__": "add", "__radd__": "add", "__sub__": "subtract", "__rsub__": "subtract",
+    "__mul__": "multiply", "__rmul__": "multiply", "__truediv__": "divide", "__rtruediv__": "divide",
+    "__matmul__": "matmul", "__gt__": "greater_than", "__lt__": "less_than",
+}  # fmt: skip
 
 
 class _Cast:

@@ -87,6 +87,27 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def one_thread() -> dict[str, str]:
+    """The environment, so that tests do not slow each other down; two threads give the same results."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def ok(
+    command: Sequence[object], *, timeout: float = 120, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """:func:`run` with one thread; asserts that it succeeds."""
+    done = run(command, timeout=timeout, **{"env": one_thread(), **options})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def refused(command: Sequence[object], *, timeout: float = 120, **options: Any) -> str:
+    """:func:`run` with one thread; asserts that it ends with a user's error, and returns what it said."""
+    done = run(command, timeout=timeout, **{"env": one_thread(), **options})
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
 class _Forked(subprocess.Popen):
     """Started by :meth:`fork` where the command is this Python's; otherwise as ever."""
 
@@ -241,6 +262,11 @@ class _Finder:
 hidden = _Hidden()
 
 
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
 def serve(connection: socket.socket, streams: list[int]) -> None:
     """In a process the nursery has forked: start the program that ``connection`` asks for, and end.
 
@@ -255,7 +281,7 @@ def serve(connection: socket.socket, streams: list[int]) -> None:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if request["new_session"]:
         os.setsid()
     connection.sendall(str(os.getpid()).encode())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import importlib
 import json
@@ -37,9 +36,9 @@ from typing import Any
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.utils.log import configure_logging
 from tests.helpers import programs
+from tests.helpers.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 180.0
+START_SECONDS = CALL_SECONDS = 180.0
 
 
 @dataclass
@@ -50,7 +49,6 @@ class Outcome:
     error: str | None = None  # "Type: message"
     trace: str = ""
     died: bool = False
-    seconds: float = 0.0
 
 
 def fields_of(plan: ParallelPlan) -> dict[str, Any]:
@@ -66,11 +64,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _die_with_parent() -> None:
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
 # -- in the test process ------------------------------------------------------------------------
@@ -169,7 +162,7 @@ class RankPool:
         self.pids = [outcome.value for outcome in started]
         assert all(self.pids), "a rank did not start"
 
-    def call(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Outcome]:
+    def call(self, target: str, *, timeout: float = CALL_SECONDS, **arguments: Any) -> list[Outcome]:
         """Run ``target`` ("module:function") in every rank; what did not end in time is killed."""
         assert self.usable, "a pool whose ranks failed is not used again"
         self.calls += 1
@@ -181,7 +174,7 @@ class RankPool:
         self.usable = all(outcome.error is None and not outcome.died for outcome in outcomes)
         return outcomes
 
-    def run(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(self, target: str, *, timeout: float = CALL_SECONDS, **arguments: Any) -> list[Any]:
         """:meth:`call`, returning the values by rank.
 
         Raises:
@@ -202,19 +195,18 @@ class RankPool:
 
     def _collect(self, waiting: set[int], timeout: float) -> list[Outcome]:
         outcomes = [Outcome() for _ in range(self.size)]
-        start = time.monotonic()
+        deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             for rank in waiting:
                 selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
             while waiting:
-                left = start + timeout - time.monotonic()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     self._give_up(waiting, outcomes, timeout)
                     break
                 for key, _ in selector.select(left):
                     rank = key.data
                     if self._receive(rank, outcomes[rank]):
-                        outcomes[rank].seconds = time.monotonic() - start
                         selector.unregister(self._sockets[rank])
                         waiting.discard(rank)
         return outcomes
@@ -266,7 +258,7 @@ def _settings_of(device: str, rank: int) -> dict[str, str]:
 
 
 class Pools:
-    """Pools by size and environment, created on first use and again after a failure.
+    """Pools by size and environment, created on first use and again after a failure; ``with`` closes them.
 
     Args:
         preload: slow modules that all ranks will need.
@@ -298,7 +290,9 @@ class Pools:
             self._pools[key] = pool
         return pool
 
-    def run(self, plan: ParallelPlan, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def run(
+        self, plan: ParallelPlan, target: str, *, timeout: float = CALL_SECONDS, **arguments: Any
+    ) -> list[Any]:
         """Run ``target`` in the ranks of ``plan``, as :meth:`RankPool.run` does; ``plan`` (its fields) and
         ``world_size`` are among its arguments."""
         size = plan.world_size
@@ -308,12 +302,18 @@ class Pools:
         for pool in self._pools.values():
             pool.close()
 
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 # -- in the nursery and the ranks ---------------------------------------------------------------
 
 
 def _serve_forks(control: socket.socket) -> None:
-    _die_with_parent()
+    programs.die_with_parent()
     programs.hidden.load()  # the point of this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit codes of ranks
     while True:
@@ -353,7 +353,7 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
 
     from ppfleetx.distributed.cpu.arrays import TensorMemory
 
-    _die_with_parent()
+    programs.die_with_parent()
     # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU: Paddle's default.
     os.environ.pop("FLAGS_use_stride_kernel", None)
     paddle.set_flags({"FLAGS_use_stride_kernel": True})

@@ -47,7 +47,7 @@ def start(tool: Tool, node: Node, master: str, output_dir: Path, *overrides: str
 
 
 def test_two_nodes_train_as_one_process(tool: Tool, tmp_path: Path, nodes) -> None:  # noqa: F811
-    assert tool.run(tmp_path / "one", *OVERRIDES).returncode == 0
+    tool.ok(tmp_path / "one", *OVERRIDES)
     master = f"{nodes[0].address}:38517"
     jobs = [start(tool, node, master, tmp_path / "two") for node in nodes]
     results = finish(jobs, 120)

@@ -55,7 +55,8 @@ class Comparison:
         pools: where ranks come from.
         directory: for the weights of the runs of one process.
         short: three steps instead of five; ``make parity`` runs all of them.
-        train: what the ranks run, ``tests.parity.training:train`` or something that calls it.
+        train: what the ranks run, ``tests.parity.training:train`` or something that calls it, unless a run
+            names another one.
 
     The model has eight layers, or four where that leaves every part of a pipeline two: what a plan does is
     the same in each layer.
@@ -74,6 +75,7 @@ class Comparison:
         micro_batch_size: int = 0,
         reference_micro_batch_size: int = 8,
         of_plan: Mapping[str, Any] | None = None,
+        train: str = "",
         **more: Any,
     ) -> Difference:
         """Differences of the plan's run from the run of one process with the same options ``more``; overrides
@@ -83,16 +85,16 @@ class Comparison:
             **more,
             "extra": _layers(plan) | (more.get("extra") or {}),
         }
-        reference, directory = self.reference(model, optimizer, reference_micro_batch_size, **more)
+        reference, directory = self.reference(model, optimizer, reference_micro_batch_size, train, **more)
         more["extra"] = {**more["extra"], **(of_plan or {})}
-        results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, **more)
+        results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, train, **more)
         for key in ("loss", "grad_norm", "metrics", "tokens"):
             assert all(result[key] == results[0][key] for result in results), f"{key} differs between ranks"
         assert results[0]["tokens"] == reference["tokens"]
         return Difference(
-            loss=_relative(results[0]["loss"], reference["loss"]),
-            grad_norm=_relative(results[0]["grad_norm"], reference["grad_norm"]),
-            metrics=_relative(results[0]["metrics"], reference["metrics"]),
+            loss=apart(results[0]["loss"], reference["loss"]),
+            grad_norm=apart(results[0]["grad_norm"], reference["grad_norm"]),
+            metrics=apart(results[0]["metrics"], reference["metrics"]),
             first=max(result["first_weights"] for result in results),
             # AdamW makes a whole step of a gradient that is nearly zero: its weights are not compared.
             last=max(result["last_weights"] for result in results) if optimizer == "sgd" else 0.0,
@@ -111,13 +113,13 @@ class Comparison:
         optimizer: str,
         micro_batch_size: int = 0,
         weights_dir: str | None = None,
+        train: str = "",
         **more: Any,
     ) -> list[dict[str, Any]]:
         """Results of the plan's run, by rank."""
         return self.pools.run(
             plan,
-            self._train,
-            timeout=120.0,
+            train or self._train,
             model=model,
             optimizer=optimizer,
             micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
@@ -166,20 +168,14 @@ class Comparison:
         return numbers
 
     def reference(
-        self, model: str, optimizer: str, micro_batch_size: int, **more: Any
+        self, model: str, optimizer: str, micro_batch_size: int, train: str = "", **more: Any
     ) -> tuple[dict[str, Any], str]:
         """Result and weights' directory of the run of one process."""
-        key = str((model, optimizer, micro_batch_size, more))
+        key = str((model, optimizer, micro_batch_size, train, more))
         if key not in self._references:
             directory = tempfile.mkdtemp(dir=self._directory)
-            (result,) = self.pools.run(
-                ParallelPlan(),
-                self._train,
-                model=model,
-                optimizer=optimizer,
-                micro_batch_size=micro_batch_size,
-                weights_dir=directory,
-                **more,
+            (result,) = self.run_plan(
+                ParallelPlan(), model, optimizer, micro_batch_size, directory, train, **more
             )
             self._references[key] = (result, directory)
         return self._references[key]
@@ -191,5 +187,6 @@ def _layers(plan: ParallelPlan) -> dict[str, int]:
     return {"Model.num_layers": 4} if four else {}
 
 
-def _relative(values: list[float], expected: list[float]) -> float:
+def apart(values: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference; 0 of nothing."""
     return max((abs(v - e) / abs(e) for v, e in zip(values, expected, strict=True)), default=0.0)

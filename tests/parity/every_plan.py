@@ -15,13 +15,11 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.parallel_plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
@@ -80,45 +78,44 @@ def main() -> int:
     parser.add_argument("-k", "--keyword", default="", help="only plans whose text contains this")
     arguments = parser.parse_args()
     low = arguments.dtype == "bfloat16"
-    more = {"extra": IN_BFLOAT16, "tolerance": BFLOAT16_TOLERANCE} if low else {}
     if low:  # the rows of quantization, pruning and resumption are in float32
         arguments.models = [model for model in arguments.models if model in MODELS]
     passed: list[bool] = []
-    pools = Pools()
-
-    def is_chosen(what: object, *plans: ParallelPlan) -> bool:
-        size = max(plan.world_size for plan in plans)
-        return size in arguments.sizes and arguments.keyword in str(what)
-
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, Pools() as pools:
         comparison = Comparison(pools, Path(directory))
-        for size in arguments.sizes:
-            for model in (model for model in arguments.models if model in MODELS):
-                for plan in plans_of(model, size) if size <= _MOST_OF.get(model, size) else ():
-                    if is_chosen(plan, plan):
-                        run = partial(with_both, comparison, plan, model, **more)
-                        passed.append(report(f"{model:5} {plan}", run))
-        for plan, form, model in qat.rows() if "qat" in arguments.models else ():
-            if is_chosen(f"{plan}, {form}", plan):
-                run = partial(with_qat, comparison, plan, form, model)
-                passed.append(report(f"{model:5} {plan}, QAT ({form})", run))
-        pruning = Comparison(pools, Path(directory), train=pruned.TRAIN)
-        for plan, form, model in pruned.rows() if "pruned" in arguments.models else ():
-            if is_chosen(f"{plan}, {form}", plan):
-                run = partial(with_both, pruning, plan, model, extra=pruned.FORMS[form])
-                passed.append(report(f"{model:5} {plan}, pruned {form}", run))
-        for pair in experts.RESUMED if "resume" in arguments.models else ():
-            text = " -> ".join(map(str, pair))
-            if is_chosen(text, *pair):
-                run = partial(resumed, comparison, pair, Path(directory) / f"resumed_{len(passed)}")
-                passed.append(report(f"resume {text}", run))
-        pools.close()
+        for what, size, run in runs(comparison, arguments, Path(directory), low):
+            if size in arguments.sizes and arguments.keyword in what:
+                passed.append(report(what, run))
     tolerance = BFLOAT16_TOLERANCE if low else TOLERANCE
     print(f"{sum(passed)} of {len(passed)} plans equal one card within {tolerance:g}")
     return 0 if all(passed) else 1
 
 
-def report(what: str, run: Callable[[], tuple[str, bool]]) -> bool:
+Run = Callable[[], tuple[str, bool]]
+"""What is said of a comparison, and whether it passed."""
+
+
+def runs(
+    comparison: Comparison, arguments: argparse.Namespace, directory: Path, low: bool
+) -> Iterator[tuple[str, int, Run]]:
+    """(its line, number of ranks, the comparison) of each."""
+    more = {"extra": IN_BFLOAT16, "tolerance": BFLOAT16_TOLERANCE} if low else {}
+    for size in arguments.sizes:
+        for model in (model for model in arguments.models if model in MODELS):
+            for plan in plans_of(model, size) if size <= _MOST_OF.get(model, size) else ():
+                yield f"{model:5} {plan}", size, partial(with_both, comparison, plan, model, **more)
+    for plan, form, model in qat.rows() if "qat" in arguments.models else ():
+        run = partial(with_sgd, comparison, plan, model, **qat.options(form))
+        yield f"{model:5} {plan}, QAT ({form})", plan.world_size, run
+    for plan, form, model in pruned.rows() if "pruned" in arguments.models else ():
+        run = partial(with_both, comparison, plan, model, **pruned.options(form))
+        yield f"{model:5} {plan}, pruned {form}", plan.world_size, run
+    for number, pair in enumerate(experts.RESUMED) if "resume" in arguments.models else ():
+        run = partial(resumed, comparison, pair, directory / f"resumed_{number}")
+        yield f"resume {' -> '.join(map(str, pair))}", max(plan.world_size for plan in pair), run
+
+
+def report(what: str, run: Run) -> bool:
     """Print the line of what ``run`` compares, say whether it passed."""
     started = time.monotonic()
     try:
@@ -149,8 +146,8 @@ def _worst(found: Difference, model: str, tolerance: float) -> float:
     return found.worst
 
 
-def with_qat(comparison: Comparison, plan: ParallelPlan, form: str, model: str) -> tuple[str, bool]:
-    found = comparison.run(plan, model, "sgd", **qat.options(form))
+def with_sgd(comparison: Comparison, plan: ParallelPlan, model: str, **more: Any) -> tuple[str, bool]:
+    found = comparison.run(plan, model, "sgd", **more)
     return str(found), found.first == 0 and found.worst <= TOLERANCE
 
 

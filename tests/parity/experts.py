@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.config.parallel_plan import Workload, enumerate_plans, violations
-from tests.parity.comparison import Comparison
+from tests.parity.comparison import Comparison, apart
 
 ZERO_BUBBLE = [
     Plan(dp=2, pp=2, ep=2, pp_schedule="zb_h1"),
@@ -17,7 +17,7 @@ ZERO_BUBBLE = [
     Plan(mp=2, pp=2, ep=2, expert_mp=1, sequence_parallel=True, pp_schedule="zb_h1"),
     Plan(dp=2, mp=2, pp=2, ep=2, sequence_parallel=True, pp_schedule="zb_h1"),
     Plan(dp=4, pp=2, ep=4, pp_schedule="zb_h1"),
-]
+]  # fmt: skip
 
 
 def plans(size: int, work: Workload) -> list[Plan]:
@@ -55,4 +55,4 @@ def resumed(comparison: Comparison, pair: tuple[Plan, Plan], directory: Path) ->
     plan and two under the second, which goes on from its checkpoint."""
     expected = comparison.train_part(ONE_CARD, 0, 4, model="moe_bias")
     found = comparison.train_along(pair, directory, model="moe_bias")
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return apart(found, expected)

@@ -122,15 +122,12 @@ def state_digest(runner: Any) -> int:
 
 def program(values: Mapping[str, Any], world: int) -> str:
     """What tools/train.py does, with 16-bit kernels emulated; the user's error it ended with, or ""."""
-    from ppfleetx.config.errors import UserError
+    from tests.e2e.program import error_of
     from tests.e2e.program import train as run
     from tests.helpers.low_precision import emulated
 
-    try:
-        with emulated():
-            return run(values, world)
-    except UserError as error:
-        return str(error)
+    with emulated():
+        return error_of(run, values, world)
 
 
 def tensors_of(checkpoint: str) -> dict[str, str]:

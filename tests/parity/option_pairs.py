@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import itertools
-import sys
+import pkgutil
 import tempfile
 import time
 from collections import Counter
@@ -24,14 +23,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools, RanksFailedError, fields_of
 from tests.parity import pruned, training
-from tests.parity.comparison import TOLERANCE, micro_batch_size_of
+from tests.parity.comparison import TOLERANCE, apart, micro_batch_size_of
 
 MIXED = "Engine.mix_precision."
 TYPES = ("float32", "O1", "O2")
@@ -211,26 +208,19 @@ class Pair:
     @property
     def plan(self) -> Plan | None:
         """A plan that both need; None where they need different ones, or say different things of a key."""
-        one, other = (option.keys for option in self.options)
-        if any(other.get(key, value) != value for key, value in one.items()):
-            return None
+        keys: dict[str, Any] = {}
         wanted: dict[str, Any] = {}
         for option in self.options:
-            if any(wanted.get(key, value) != value for key, value in option.plan.items()):
-                return None
-            wanted |= option.plan
-        if not wanted:
-            wanted = {"dp": 2}
-        plan = Plan(**wanted)
+            for found, more in ((keys, option.keys), (wanted, option.plan)):
+                if any(found.get(key, value) != value for key, value in more.items()):
+                    return None
+                found |= more
+        plan = Plan(**(wanted or {"dp": 2}))
         return plan if plan.world_size <= _MOST_RANKS else None
 
-    @property
-    def documents(self) -> bool:
-        return any(option.documents for option in self.options)
-
-    @property
-    def grid(self) -> bool:
-        return any(option.grid for option in self.options)
+    def has(self, trait: str) -> bool:
+        """Whether one of them has ``documents``, or ``grid``."""
+        return any(getattr(option, trait) for option in self.options)
 
     def keys(self, teacher: str, *, one_card: bool) -> dict[str, Any]:
         """Overrides of the run, or of the one that it is compared with."""
@@ -323,25 +313,19 @@ def train(
 
 @contextlib.contextmanager
 def _counted(place: str, seen: Counter[str]) -> Iterator[None]:
-    module, _, path = place.partition(":")
-    *owners, name = path.split(".")
-    owner = importlib.import_module(module)
-    for part in owners:
-        owner = getattr(owner, part)
-    original = getattr(owner, name)
+    original = pkgutil.resolve_name(place)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         seen[place] += 1
         return original(*args, **kwargs)
 
-    with mock.patch.object(owner, name, call):
+    with mock.patch(place.replace(":", "."), call):
         yield
 
 
 @contextlib.contextmanager
 def matmuls() -> Iterator[list[Any]]:
     """The objects that the runner's layers multiply with."""
-
     from ppfleetx.parallel import parallelize
 
     made: list[Any] = []
@@ -405,14 +389,14 @@ class Comparison:
             f"{place} has no effect" for place in evidence if not any(rank["seen"][place] for rank in ranks)
         ]
         expected = self._reference(pair)
-        worst = max(abs(a - b) / abs(b) for a, b in zip(ranks[0]["numbers"][::2], expected[::2], strict=True))
-        limit = _ON_A_GRID if pair.grid and pair.dtype != "float32" else _TOLERANCES[pair.dtype]
+        worst = apart(ranks[0]["numbers"][::2], expected[::2])
+        limit = _ON_A_GRID if pair.has("grid") and pair.dtype != "float32" else _TOLERANCES[pair.dtype]
         if not worst <= limit:
             found.append(f"differs from one card by {worst:.1e}")
         return found
 
     def _reference(self, pair: Pair) -> list[float]:
-        key = str((pair.keys("", one_card=True), pair.documents, pair.grid))
+        key = str((pair.keys("", one_card=True), pair.has("documents"), pair.has("grid")))
         if key not in self._references:
             (rank,) = self._run(pair, Plan(), [])
             self._references[key] = rank["numbers"]
@@ -422,12 +406,11 @@ class Comparison:
         return self._pools.run(
             plan,
             "tests.parity.option_pairs:train",
-            timeout=180.0,
             micro_batch_size=micro_batch_size_of(plan),
             extra=pair.keys(self._place_of_teacher(pair), one_card=plan.world_size == 1),
             evidence=evidence,
-            dtype="float64" if pair.grid and pair.dtype == "float32" else "float32",
-            documents=pair.documents,
+            dtype="float64" if pair.has("grid") and pair.dtype == "float32" else "float32",
+            documents=pair.has("documents"),
         )
 
     def _place_of_teacher(self, pair: Pair) -> str:
@@ -444,8 +427,8 @@ def main() -> int:
     parser.add_argument("-k", "--words", nargs="*", default=[])
     parser.add_argument("--types", nargs="+", default=TYPES)
     arguments = parser.parse_args()
-    pools, counts, refusals = Pools(), Counter(), {}
-    with tempfile.TemporaryDirectory() as directory:
+    counts, refusals = Counter(), {}
+    with tempfile.TemporaryDirectory() as directory, Pools() as pools:
         comparison = Comparison(pools, Path(directory))
         for pair in pairs(arguments.words):
             if pair.dtype not in arguments.types:
@@ -463,7 +446,6 @@ def main() -> int:
             counts["failed" if faults else "equal"] += 1
             took = time.monotonic() - begun
             print(f"{'; '.join(faults) or 'equal':8} {pair} ({took:.1f} s)", flush=True)
-    pools.close()
     for names, refused in refusals.items():
         print(f"refused  {' x '.join(names)}: {refused.splitlines()[0]}")
     print(

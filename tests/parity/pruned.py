@@ -32,26 +32,17 @@ FORMS = {
     },
 }
 
+PART = {"train": "tests.parity.pruned:train_part", "model": "llama", "extra": _SCHEDULE}
+"""What :meth:`tests.parity.comparison.Comparison.train_part` is given of a pruned run."""
+
 PLANS = [
-    Plan(dp=2),
-    Plan(mp=2),
-    Plan(pp=2),
-    Plan(sep=2),
-    Plan(sharding=2),
-    Plan(sharding=2, sharding_stage=2),
-    Plan(sharding=2, sharding_stage=3),
-    Plan(mp=2, sequence_parallel=True),
-    Plan(pp=2, virtual_pp_degree=2),
-    Plan(pp=2, pp_schedule="zb_h1"),
-    Plan(sharding=2, sharding_stage=2, sharding_offload=True),
-    Plan(mp=2, pp=2),
-    Plan(mp=4),
-    Plan(dp=2, sep=2),
-    Plan(mp=2, sharding=2, sharding_stage=3),
-    Plan(pp=2, sharding=2, sharding_stage=2),
-    Plan(dp=2, mp=2, pp=2),
+    Plan(dp=2), Plan(mp=2), Plan(pp=2), Plan(sep=2), Plan(sharding=2), Plan(sharding=2, sharding_stage=2),
+    Plan(sharding=2, sharding_stage=3), Plan(mp=2, sequence_parallel=True), Plan(pp=2, virtual_pp_degree=2),
+    Plan(pp=2, pp_schedule="zb_h1"), Plan(sharding=2, sharding_stage=2, sharding_offload=True),
+    Plan(mp=2, pp=2), Plan(mp=4), Plan(dp=2, sep=2), Plan(mp=2, sharding=2, sharding_stage=3),
+    Plan(pp=2, sharding=2, sharding_stage=2), Plan(dp=2, mp=2, pp=2),
     Plan(mp=2, pp=2, sharding=2, sharding_stage=3, sequence_parallel=True),
-]
+]  # fmt: skip
 
 
 def rows() -> list[tuple[Plan, str, str]]:
@@ -62,6 +53,11 @@ def rows() -> list[tuple[Plan, str, str]]:
         for turn, form in enumerate(FORMS)
         for number, plan in enumerate(PLANS)
     ]
+
+
+def options(form: str) -> dict[str, Any]:
+    """What :meth:`tests.parity.comparison.Comparison.run` is given beside plan, model and optimizer."""
+    return {"train": TRAIN, "steps": training.STEPS, "extra": FORMS[form]}
 
 
 def train(**arguments: Any) -> dict[str, Any]:

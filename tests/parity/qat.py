@@ -35,33 +35,15 @@ FORMS = {
 }
 
 PLANS = [
-    Plan(dp=2),
-    Plan(mp=2),
-    Plan(pp=2),
-    Plan(sep=2),
-    Plan(sharding=2),
-    Plan(mp=2, sequence_parallel=True),
-    Plan(sharding=2, sharding_stage=2),
-    Plan(sharding=2, sharding_stage=3),
-    Plan(pp=2, virtual_pp_degree=2),
-    Plan(mp=4),
-    Plan(dp=2, mp=2),
-    Plan(mp=4, sequence_parallel=True),
-    Plan(dp=2, pp=2),
-    Plan(dp=2, sep=2),
-    Plan(mp=2, pp=2, sequence_parallel=True),
-    Plan(mp=2, sep=2),
-    Plan(mp=2, sharding=2, sharding_stage=2),
+    Plan(dp=2), Plan(mp=2), Plan(pp=2), Plan(sep=2), Plan(sharding=2), Plan(mp=2, sequence_parallel=True),
+    Plan(sharding=2, sharding_stage=2), Plan(sharding=2, sharding_stage=3), Plan(pp=2, virtual_pp_degree=2),
+    Plan(mp=4), Plan(dp=2, mp=2), Plan(mp=4, sequence_parallel=True), Plan(dp=2, pp=2), Plan(dp=2, sep=2),
+    Plan(mp=2, pp=2, sequence_parallel=True), Plan(mp=2, sep=2), Plan(mp=2, sharding=2, sharding_stage=2),
     Plan(mp=2, sharding=2, sharding_stage=3, sequence_parallel=True),
-    Plan(pp=2, sharding=2, sharding_stage=3),
-    Plan(pp=4, virtual_pp_degree=2),
-    Plan(mp=8),
-    Plan(mp=8, sequence_parallel=True),
-    Plan(dp=2, mp=2, pp=2),
-    Plan(dp=2, mp=2, sharding=2),
-    Plan(mp=2, pp=2, sharding=2, sharding_stage=3, sequence_parallel=True),
-    Plan(mp=2, pp=2, sep=2),
-]
+    Plan(pp=2, sharding=2, sharding_stage=3), Plan(pp=4, virtual_pp_degree=2), Plan(mp=8),
+    Plan(mp=8, sequence_parallel=True), Plan(dp=2, mp=2, pp=2), Plan(dp=2, mp=2, sharding=2),
+    Plan(mp=2, pp=2, sharding=2, sharding_stage=3, sequence_parallel=True), Plan(mp=2, pp=2, sep=2),
+]  # fmt: skip
 
 
 def rows() -> list[tuple[Plan, str, str]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,82 +135,71 @@ def _register_three() -> None:
 
     if "ThreeLosses" not in ARCHITECTURES.names():
         traits = ArchitectureTraits(metrics=("sum", "root", "step", "router"))
-        ARCHITECTURES.register("ThreeLosses", partial(gpt_stages, block=Three), traits=traits)
+        ARCHITECTURES.register("ThreeLosses", functools.partial(gpt_stages, block=Three), traits=traits)
 
 
 def run(pools: Pools, plan: Plan, extra: dict[str, Any], **more: Any) -> list[list[list[float]]]:
     return pools.run(
         plan,
         "tests.parity.test_aux_loss:train",
-        timeout=120.0,
         micro_batch_size=micro_batch_size_of(plan),
         extra=extra,
         **more,
     )
 
 
+OneCard = Callable[..., list[list[float]]]
+
+
 @pytest.fixture(scope="module")
-def one_card(comparison: Comparison) -> list[list[float]]:
-    return run(comparison.pools, Plan(), {})[0]
+def one_card(comparison: Comparison) -> OneCard:
+    """``one_card(by)``: what one process finds."""
+    return functools.cache(lambda by="block": run(comparison.pools, Plan(), {}, by=by)[0])
 
 
 def test_the_gradient_is_that_of_a_loss_that_the_task_adds_up(
-    comparison: Comparison, one_card: list[list[float]]
+    comparison: Comparison, one_card: OneCard
 ) -> None:
-    (added,) = run(comparison.pools, Plan(), {}, by="task")
+    found, added = one_card(), one_card("task")
     plain, _ = comparison.reference("gpt", "sgd", 8, steps=3, extra=SMALL)
-    for (loss, norm, size, _), (whole, norm_of_whole, *_) in zip(one_card[:3], added[:3], strict=True):
+    for (loss, norm, size, _), (whole, norm_of_whole, *_) in zip(found[:3], added[:3], strict=True):
         assert norm == pytest.approx(norm_of_whole, rel=1e-5)
         # The logged loss is the tokens' alone; four layers, and the metric is their mean.
         assert loss + 0.01 * 4 * size == pytest.approx(whole, rel=1e-6)
-    assert abs(one_card[0][1] / plain["grad_norm"][0] - 1) > 1e-3, "the penalty has a gradient"
+    assert abs(found[0][1] / plain["grad_norm"][0] - 1) > 1e-3, "the penalty has a gradient"
 
 
-@pytest.mark.slow_after(4)
-@pytest.mark.parametrize(("plan", "extra"), CASES, ids=str)
+# The example; each divisor: sums over positions, a root of sums over sequences, values that only add up, a
+# router with a weight of its own; and `examples/two_experts.py`, whose balance is that of whole sequences.
+BY = [
+    *(("block", *case) for case in CASES[2:6]),
+    *(("three", *CASES[i]) for i in (0, 2)),
+    ("experts", Plan(dp=2, mp=2), {}),
+    ("experts", Plan(mp=2, sep=2, sequence_parallel=True), RECOMPUTE),
+    *(("block", *case) for case in (*CASES[:2], *CASES[6:])),
+    *(("three", *CASES[i]) for i in (4, 5, 6, 8, 11)),
+]
+
+
+@pytest.mark.slow_after(8)
+@pytest.mark.parametrize(("by", "plan", "extra"), BY, ids=str)
 def test_plans_find_the_same(
-    comparison: Comparison, one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
+    comparison: Comparison, one_card: OneCard, by: str, plan: Plan, extra: dict[str, Any]
 ) -> None:
-    ranks = run(comparison.pools, plan, extra)
+    ranks, expected = run(comparison.pools, plan, extra, by=by), one_card(by)
     assert all(rank == ranks[0] for rank in ranks)
-    for found, expected in zip(ranks[0], one_card, strict=True):
-        assert found == pytest.approx(expected, rel=TOLERANCE)
-
-
-@pytest.fixture(scope="module")
-def three_on_one_card(comparison: Comparison) -> list[list[float]]:
-    return run(comparison.pools, Plan(), {}, by="three")[0]
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(("plan", "extra"), [CASES[i] for i in (0, 2, 4, 5, 6, 8, 11)], ids=str)
-def test_each_divisor(
-    comparison: Comparison, three_on_one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
-) -> None:
-    """Of sums over positions, of a root of sums over sequences, of values that only add up, and of a router
-    with a weight of its own."""
-    for rank in run(comparison.pools, plan, extra, by="three"):
-        for found, expected in zip(rank, three_on_one_card, strict=True):
-            assert found == pytest.approx(expected, rel=TOLERANCE)
-
-
-def test_experts_are_balanced_alike(comparison: Comparison) -> None:
-    """`examples/two_experts.py`: a sequence's balance is the same whichever ranks have its positions."""
-    (expected,) = run(comparison.pools, Plan(), {}, by="experts")
-    for plan, extra in ((Plan(dp=2, mp=2), {}), (Plan(mp=2, sep=2, sequence_parallel=True), RECOMPUTE)):
-        for rank in run(comparison.pools, plan, extra, by="experts"):
-            for found, one in zip(rank, expected, strict=True):
-                assert found == pytest.approx(one, rel=TOLERANCE)
-    assert all(1.0 < balance < 2.0 for _, _, balance, *_ in expected)
+    for found, one in zip(ranks[0], expected, strict=True):
+        assert found == pytest.approx(one, rel=TOLERANCE)
+    assert by != "experts" or all(1.0 < balance < 2.0 for _, _, balance, *_ in expected)
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(pp=2)], ids=str)
-def test_loss_scaling(comparison: Comparison, one_card: list[list[float]], plan: Plan) -> None:
+def test_loss_scaling(comparison: Comparison, one_card: OneCard, plan: Plan) -> None:
     """The scale multiplies this gradient too: without it the norm would be that of the tokens' loss."""
     mixed = {"enable": True, "dtype": "float16", "level": "O2", "scale_loss": 1024.0}
     extra = {f"Engine.mix_precision.{key}": value for key, value in mixed.items()}
     for rank in run(comparison.pools, plan, extra):
-        assert rank[0] == pytest.approx(one_card[0], rel=2e-4)
+        assert rank[0] == pytest.approx(one_card()[0], rel=2e-4)
 
 
 @pytest.mark.parametrize("declared", [["other"], []])

@@ -20,13 +20,6 @@ def test_recomputation_drops_the_same(comparison, granularity):
     comparison.check(Plan(pp=2), extra={**FOUR_LAYERS, **recompute}, **ALIKE)
 
 
-def masks(comparison, plan: Plan) -> list[list[dict[str, str]]]:
-    return comparison.pools.run(
-        plan,
-        "tests.parity.training:dropout_masks",
-    )
-
-
 @pytest.mark.parametrize(
     ("plan", "trunk_is_replicated"),
     [
@@ -39,7 +32,7 @@ def masks(comparison, plan: Plan) -> list[list[dict[str, str]]]:
     ids=str,
 )
 def test_streams_of_two_ranks(comparison, plan, trunk_is_replicated):
-    first, second = masks(comparison, plan)
+    first, second = comparison.pools.run(plan, "tests.parity.training:dropout_masks")
     for mine, theirs in zip(first, second, strict=True):
         assert (mine["trunk"] == theirs["trunk"]) == trunk_is_replicated
         assert mine["heads"] != theirs["heads"]
@@ -57,7 +50,7 @@ def test_streams_of_two_ranks(comparison, plan, trunk_is_replicated):
         (Plan(sep=2), {"Model.recompute_granularity": "core_attn"}),
         (Plan(sharding=2, sharding_stage=3), {"Model.recompute_granularity": "full"}),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_recomputation_restores_every_stream(comparison, plan, extra):
     """The same plan with and without recomputation draws the same masks, so it learns the same."""

@@ -101,9 +101,8 @@ def test_pairs_are_many_and_each_refusal_names_a_key() -> None:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    pools = Pools()
-    yield Comparison(pools, tmp_path_factory.mktemp("pairs"))
-    pools.close()
+    with Pools() as pools:
+        yield Comparison(pools, tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.mark.slow_after(3)

@@ -8,30 +8,20 @@ import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
 from ppfleetx.nn.cpu_ops import bfloat16
-from tests.parity import qat
+from tests.parity import pruned, qat
 from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16
+from tests.parity.variants import WINDOWED
 
 MP, SP, SEP, PP = Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(sep=2), Plan(pp=2)
 STAGE_3, INTERLEAVED = Plan(sharding=2, sharding_stage=3), Plan(pp=2, virtual_pp_degree=2)
 PLANS = [
-    Plan(dp=2),
-    MP,
-    SP,
-    PP,
-    SEP,
-    Plan(sharding=2),
-    Plan(sharding=2, sharding_stage=2),
-    STAGE_3,
-    Plan(dp=2, mp=2, sequence_parallel=True),
-    Plan(pp=4, virtual_pp_degree=2),
-    INTERLEAVED,
-    Plan(pp=2, mp=2, sequence_parallel=True),
-    Plan(pp=2, sharding=2, sharding_stage=3),
-    Plan(mp=2, sep=2, sequence_parallel=True),
-    Plan(dp=2, pp=2, mp=2),
+    Plan(dp=2), MP, SP, PP, SEP, Plan(sharding=2), Plan(sharding=2, sharding_stage=2), STAGE_3,
+    Plan(dp=2, mp=2, sequence_parallel=True), Plan(pp=4, virtual_pp_degree=2), INTERLEAVED,
+    Plan(pp=2, mp=2, sequence_parallel=True), Plan(pp=2, sharding=2, sharding_stage=3),
+    Plan(mp=2, sep=2, sequence_parallel=True), Plan(dp=2, pp=2, mp=2),
     Plan(pp=2, sharding=2, sharding_stage=2, sharding_offload=True),
     Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1"),
-]
+]  # fmt: skip
 
 
 # Both models where heads or vocabulary are divided over several axes; elsewhere they take turns.
@@ -99,6 +89,8 @@ SIX_HEADS = {
 }
 DROPOUT = {"Model.hidden_dropout_prob": 0.2, "Model.attention_probs_dropout_prob": 0.2}
 ALIKE = {"steps": 2, "micro_batch_size": 4, "reference_micro_batch_size": 4}
+GATHERED = {"train": "tests.parity.variants:train_with_gathered_keys"}
+DIFFERENT_BLOCKS = {"train": "tests.parity.variants:train_windowed"}
 EXPERT_PLANS = [
     (Plan(dp=2, ep=2), {}),
     (Plan(dp=2, ep=2), recompute()),
@@ -206,6 +198,29 @@ WAYS = {
         (plan, "moe", {"extra": capacity(policy)})
         for plan in (Plan(sep=2, ep=2), MP, Plan(mp=2, sep=2, ep=4, sequence_parallel=True, expert_mp=1))
         for policy in ("probs", "position")
+    ],
+    # Adapted by a plugin: `examples/gathered_attention.py`.
+    "attention strategy": [
+        (plan, model, {**GATHERED, "extra": {"Model.name": "GatheredGPT"}, **more})
+        for plan, model, more in (
+            (SEP, "gpt", {}),
+            (SEP, "llama", {"documents": True}),
+            (Plan(sep=2, mp=2), "mixed", {}),
+        )
+    ],
+    "different blocks": [
+        (plan, "llama", {**DIFFERENT_BLOCKS, "extra": {"Model.name": WINDOWED, "Model.num_layers": 4}})
+        for plan in (MP, PP, SEP)
+    ],
+    "pruned": [
+        (plan, model, pruned.options("along a schedule"))
+        for plan, model in (
+            (MP, "mixed"),
+            (SEP, "llama"),
+            (Plan(sharding=2, sharding_stage=2), "gpt"),
+            (STAGE_3, "llama"),
+            (INTERLEAVED, "llama"),
+        )
     ],
     "quantized": [
         (plan, "gpt", qat.options(form))

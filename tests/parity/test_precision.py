@@ -9,7 +9,7 @@ import math
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
-from tests.parity.comparison import micro_batch_size_of
+from tests.parity.comparison import apart, micro_batch_size_of
 
 PLANS = [Plan(dp=2), Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2)]
 SMALL = {"Model.num_layers": 2}
@@ -20,31 +20,29 @@ TOLERANCE = {"bfloat16": 6e-4, "float16": 7.5e-5}
 FROM_ABOVE = {"dtype": "float16", "scale_loss": 2.0**24, "hysteresis": 1}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(comparison):
-    """Results of a run by rank; those of one card are kept."""
+    """Results of a run by rank."""
     return lambda plan, mix_precision, micro_batch_size=0, **more: comparison.pools.run(
         plan,
         "tests.parity.low_precision:train",
-        timeout=120.0,
         micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
         mix_precision=mix_precision,
         **{**more, "extra": {**SMALL, **more.get("extra", {})}},
     )
 
 
-KEPT = {}
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_card(run):
-    def kept(mix_precision, **more):
-        key = json.dumps([mix_precision, more])
-        if key not in KEPT:
-            KEPT[key] = run(Plan(), mix_precision, **more)[0]
-        return KEPT[key]
+    kept = {}
 
-    return kept
+    def result(mix_precision, **more):
+        key = json.dumps([mix_precision, more])
+        if key not in kept:
+            kept[key] = run(Plan(), mix_precision, **more)[0]
+        return kept[key]
+
+    return result
 
 
 def difference(results, expected):
@@ -52,7 +50,7 @@ def difference(results, expected):
         assert result["misrounded"] == [] and result["error"] == ""
         for key in ("loss", "grad_norm", "scale", "skipped"):
             assert result[key] == results[0][key], f"{key} differs between ranks"
-    return max(abs(a - b) / abs(b) for a, b in zip(results[0]["loss"], expected["loss"], strict=True))
+    return apart(results[0]["loss"], expected["loss"])
 
 
 @pytest.mark.slow_after(3)
@@ -214,5 +212,5 @@ def test_close_to_float32(run, one_card, dtype, tolerance):
     exact = run(Plan(), {"enable": False})[0]
     low = one_card({"dtype": dtype, "level": "O2"})
     for key in ("loss", "grad_norm"):
-        worst = max(abs(a - b) / b for a, b in zip(low[key], exact[key], strict=True))
+        worst = apart(low[key], exact[key])
         assert 0 < worst <= tolerance, (key, worst)

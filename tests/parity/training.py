@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.parallel_plan import CONFIG_KEYS
+from tests.helpers.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 BUCKET_BYTES = 8192
 SEQ_LEN, VOCAB, GLOBAL_BATCH, STEPS = 16, 125, 16, 5

@@ -1,4 +1,4 @@
-"""The classifier against Hugging Face's (recipe: tests/goldens/make_hf_classification.py)."""
+"""The classifier against Hugging Face's (recipe: tests/goldens/make_hf_goldens.py)."""
 
 import numpy as np
 import paddle

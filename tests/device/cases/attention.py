@@ -10,7 +10,7 @@ import paddle
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn.attention_kernels import KernelOptions, attend, reference_attention
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
-from tests.device.cases.numbers import apart, number, on, rounded
+from tests.device.cases.numbers import Operator, apart, number, on, run
 
 BATCH, LENGTH = 2, 96
 DOCUMENT_BEGINS = (0, 17, 64)
@@ -30,10 +30,12 @@ def compare(
         query, dropout = paddle.zeros(shape, dtype), _dropout(0.0, trains)
         obstacle = flash_obstacle(query, dropout, packed=packed)
         kernel = flash_attention if obstacle is None else _reference
-        found = _run(kernel, shape, dtype, dtype, packed, trains)
+        found = run(_operator(kernel, shape, packed, trains), dtype, rounded_to=dtype, trains=trains)
         refused = obstacle is not None and _is_refused(query, dropout)
     with on("cpu", "float32"):
-        expected = _run(_reference, shape, "float32", dtype, packed, trains)
+        expected = run(
+            _operator(_reference, shape, packed, trains), "float32", rounded_to=dtype, trains=trains
+        )
     differences = {name: apart(found[name], expected[name]) for name in expected}
     return {"obstacle": obstacle or "", "refused": refused, "differences": differences}
 
@@ -57,23 +59,13 @@ def _is_refused(query: paddle.Tensor, dropout: paddle.nn.Dropout) -> bool:
     return False
 
 
-def _run(
-    kernel: Any, shape: tuple[int, ...], dtype: str, rounded_to: str, packed: bool, trains: bool
-) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(3)
+def _operator(kernel: Any, shape: tuple[int, ...], packed: bool, trains: bool) -> Operator:
     key_shape = (*shape[:2], *shape[3:])
-    tensors = {}
-    for name, size in (("query", shape), ("key", key_shape), ("value", key_shape)):
-        array = rounded(draw.standard_normal(size), rounded_to)
-        tensors[name] = paddle.to_tensor(array).astype(dtype)
-        tensors[name].stop_gradient = not trains
-    output = kernel(*tensors.values(), _starts() if packed else None, _dropout(0.0, trains))
-    found = {"result": number(output)}
-    if trains:
-        upstream = rounded(draw.standard_normal(output.shape), rounded_to)
-        output.backward(paddle.to_tensor(upstream).astype(output.dtype))
-        found |= {f"d {name}": number(one.grad) for name, one in tensors.items()}
-    return found
+
+    def call(query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
+        return kernel(query, key, value, _starts() if packed else None, _dropout(0.0, trains))
+
+    return Operator({"query": shape, "key": key_shape, "value": key_shape}, call)
 
 
 def _starts() -> paddle.Tensor:

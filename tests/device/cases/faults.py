@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -28,21 +28,16 @@ def train_until(values: Mapping[str, Any], world: int, moment: str, call: int, l
     Returns:
         Name and text of the error that the training ended with; "" where it was none.
     """
-    module, _, path = MOMENTS[moment].partition(":")
-    *owners, name = path.split(".")
-    owner = importlib.import_module(module)
-    for one in owners:
-        owner = getattr(owner, one)
-    original, calls = getattr(owner, name), []
+    original, calls = pkgutil.resolve_name(MOMENTS[moment]), []
 
     def called(*given: Any, **named: Any) -> Any:
-        calls.append(name)
+        calls.append(call)
         if len(calls) == call:
             device = Device()
             device.set("memory", device.used + leaves)
         return original(*given, **named)
 
-    with mock.patch.object(owner, name, called):
+    with mock.patch(MOMENTS[moment].replace(":", "."), called):
         try:
             program(values, world)
         except (OutOfMemoryError, DeviceError) as error:

@@ -17,7 +17,7 @@ from ppfleetx.nn.attention_kernels import KernelOptions, reference_attention
 from ppfleetx.nn.layers import Linear
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.positions import RotaryEmbedding
-from tests.device.names import operator_names
+from tests.device.test_numbers import OPERATORS
 
 S, B, H, V = 24, 3, 64, 96
 
@@ -74,7 +74,7 @@ def operators() -> dict[str, Operator]:
         found[f"norm {name}"] = Operator(trunk, layer=lambda name=name: NORMS.make(name, H, 1e-5))
     for name in ACTIVATIONS.names():
         found[f"activation {name}"] = Operator(trunk, ACTIVATIONS.load(name))
-    assert tuple(found) == operator_names()
+    assert tuple(found) == OPERATORS
     return found
 
 
@@ -110,7 +110,7 @@ def compare(name: str, dtype: str, device: str, noncontiguous: bool = False) -> 
     found = []
     for where, kind in ((device, dtype), ("cpu", "float32")):
         with on(where, kind):
-            found.append(_run(operators()[name], kind, rounded_to=dtype, strided=noncontiguous))
+            found.append(run(operators()[name], kind, rounded_to=dtype, strided=noncontiguous))
     return {key: apart(found[0][key], found[1][key]) for key in found[1]}
 
 
@@ -133,7 +133,11 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     return array
 
 
-def _run(operator: Operator, dtype: str, *, rounded_to: str, strided: bool) -> dict[str, np.ndarray]:
+def run(
+    operator: Operator, dtype: str, *, rounded_to: str, strided: bool = False, trains: bool = True
+) -> dict[str, np.ndarray]:
+    """The result in ``dtype`` on numbers that ``rounded_to`` holds, and the gradients, unless it does not
+    train."""
     draw = np.random.default_rng(7)
 
     def tensor(array: np.ndarray) -> paddle.Tensor:
@@ -145,8 +149,9 @@ def _run(operator: Operator, dtype: str, *, rounded_to: str, strided: bool) -> d
 
     inputs = {name: tensor(draw.standard_normal(shape)) for name, shape in operator.shapes.items()}
     for one in inputs.values():
-        one.stop_gradient = False
-        one.retain_grads()
+        one.stop_gradient = not trains
+        if trains:
+            one.retain_grads()
     indices = {
         name: paddle.to_tensor(draw.integers(0, bound, shape))
         for name, (shape, bound) in operator.integers.items()
@@ -161,6 +166,8 @@ def _run(operator: Operator, dtype: str, *, rounded_to: str, strided: bool) -> d
             low = parameter.detach().astype(dtype)
             parameter.value().get_tensor()._share_data_with(low.value().get_tensor())
     output = call(*inputs.values(), *indices.values())
+    if not trains:
+        return {"result": number(output)}
     upstream = rounded(np.asarray(draw.standard_normal(output.shape)), rounded_to)
     output.backward(paddle.to_tensor(upstream).astype(output.dtype))
     gradients = {f"d {name}": one.grad for name, one in (inputs | parameters).items()}

@@ -7,9 +7,10 @@ exists, or is not come to, is an error.
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from tests.parity.low_precision import state_digest
 from tests.parity.training import build
 
 Reached = Counter[str]
+Change = Callable[[Reached], Any]
 
 
 class _Done:
@@ -31,145 +33,65 @@ class _Done:
         return True
 
 
-def _no_wait(where: str) -> Callable[[Reached], Any]:
-    """The function ``where`` does not wait for its collectives."""
+def _instead(target: str, act: Callable[..., Any], where: str = "") -> Change:
+    """``act`` is called in the place of ``module:name`` or ``module:Class.name``, its first argument; with
+    ``where`` only when the function of this name calls."""
 
     def change(reached: Reached) -> Any:
-        task = paddle.base.core.task
-        wait = task.wait
-
-        def wait_elsewhere(self: Any, *arguments: Any) -> Any:
-            if sys._getframe(1).f_code.co_qualname != where:
-                return wait(self, *arguments)
-            reached[where] += 1
-            return True
-
-        return mock.patch.object(task, "wait", wait_elsewhere)
-
-    return change
-
-
-def _instead(target: str, make: Callable[[Any, Reached], Any]) -> Callable[[Reached], Any]:
-    """``module:name`` or ``module:Class.name`` is what ``make`` makes of it."""
-
-    def change(reached: Reached) -> Any:
-        module, _, path = target.partition(":")
-        owner = __import__(module, fromlist=["_"])
-        *classes, name = path.split(".")
-        for one in classes:
-            owner = getattr(owner, one)
-        return mock.patch.object(owner, name, make(getattr(owner, name), reached))
-
-    return change
-
-
-def _nothing(_: Any, reached: Reached) -> Callable[..., None]:
-    return lambda *_, **__: reached.update(["nothing"])
-
-
-def _done_in(where: str) -> Callable[[Any, Reached], Any]:
-    def make(original: Any, reached: Reached) -> Callable[[], Any]:
-        def event() -> Any:
-            if sys._getframe(1).f_code.co_qualname != where:
-                return original()
-            reached[where] += 1
-            return _Done()
-
-        return event
-
-    return make
-
-
-def _forgets_source(original: Any, reached: Reached) -> Callable[..., Any]:
-    def queue_copy(array: Any) -> tuple[Any, None]:
-        reached["source"] += 1
-        return original(array)[0], None
-
-    return queue_copy
-
-
-def _not_blocking(_: Any, reached: Reached) -> Callable[..., Any]:
-    def copy_to_host(tensor: Any) -> Any:
-        reached["copy"] += 1
-        return tensor.detach()._copy_to(paddle.CPUPlace(), False)
-
-    return copy_to_host
-
-
-def _other_order(original: Any, reached: Reached) -> Callable[..., Any]:
-    """Odd ranks send the packed sums of a step's end in another order than even ones."""
-
-    def packed(tensors: Any, start: Any) -> None:
-        tensors = list(tensors)
-        reached["packed"] += 1
-        return original(tensors[::-1] if distributed.get_rank() % 2 else tensors, start)
-
-    return packed
-
-
-def _two_groups(original: Any, reached: Reached) -> Callable[..., Any]:
-    """Odd tensor-parallel ranks make their copies equal before they sum over the replicas, not after."""
-
-    def reduce(self: Any) -> None:
-        from ppfleetx.distributed.collectives import equalize_packed
-        from ppfleetx.parallel import grad_sync
-
-        ctx = self._ctx
-        whole = grad_sync._gradients([p for p in self.parameters if p.info.is_whole])
-        is_odd = ctx.rank_on("mp") % 2
-        reached["reduce"] += 1
-        if is_odd:
-            equalize_packed(whole, ctx.group_of("mp"))
-        skipped = mock.patch.object(grad_sync, "equalize_packed", lambda *_: None)
-        with skipped if is_odd else contextlib.nullcontext():
-            original(self)
-
-    return reduce
-
-
-def _asynchronous(name: str) -> Callable[[Any, Reached], Any]:
-    """A function that waits for one collective, ``distributed.<name>``, does not."""
-
-    def make(original: Any, reached: Reached) -> Callable[..., Any]:
-        owner = distributed
-        *modules, last = name.split(".")
-        for module in modules:
-            owner = getattr(owner, module)
-        collective = getattr(owner, last)
-
-        def start(*arguments: Any, **options: Any) -> Any:
-            reached[name] += 1
-            return collective(*arguments, **{**options, "sync_op": False})
+        original = pkgutil.resolve_name(target)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            with mock.patch.object(owner, last, start):
+            if where and sys._getframe(1).f_code.co_qualname != where:
                 return original(*arguments, **options)
+            reached[target] += 1
+            return act(original, *arguments, **options)
 
-        return call
+        return mock.patch(target.replace(":", "."), call)
 
-    return make
-
-
-def _forgets_sent(original: Any, reached: Reached) -> Callable[..., Any]:
-    def sent(tensors: Any, tasks: Any) -> Any:
-        reached["sent"] += 1
-        return original((), tasks)
-
-    return sent
+    return change
 
 
-def _forgets_used(original: Any, reached: Reached) -> Callable[..., Any]:
-    def finish(task: Any, result: Any, *used: Any) -> Any:
-        reached["used"] += len(used)
-        return original(task, result)
-
-    return finish
+def _other_order(original: Any, tensors: Any, start: Any) -> None:
+    """Odd ranks send the packed sums of a step's end in another order than even ones."""
+    tensors = list(tensors)
+    return original(tensors[::-1] if distributed.get_rank() % 2 else tensors, start)
 
 
-CHANGES: dict[str, Callable[[Reached], Any]] = {
+def _two_groups(original: Any, sync: Any) -> None:
+    """Odd tensor-parallel ranks make their copies equal before they sum over the replicas, not after."""
+    from ppfleetx.distributed.collectives import equalize_packed
+    from ppfleetx.parallel import grad_sync
+
+    ctx = sync._ctx
+    whole = grad_sync._gradients([p for p in sync.parameters if p.info.is_whole])
+    is_odd = ctx.rank_on("mp") % 2
+    if is_odd:
+        equalize_packed(whole, ctx.group_of("mp"))
+    skipped = mock.patch.object(grad_sync, "equalize_packed", lambda *_: None)
+    with skipped if is_odd else contextlib.nullcontext():
+        original(sync)
+
+
+def _asynchronous(function: str, name: str) -> Change:
+    """A function that waits for one collective, ``distributed.<name>``, does not."""
+    collective = f"paddle.distributed.{name}"
+
+    def act(original: Any, *arguments: Any, **options: Any) -> Any:
+        start = pkgutil.resolve_name(collective)
+
+        def started(*given: Any, **named: Any) -> Any:
+            return start(*given, **{**named, "sync_op": False})
+
+        with mock.patch(collective, started):
+            return original(*arguments, **options)
+
+    return _instead(function, act)
+
+
+CHANGES: dict[str, Change] = {
     "nothing": lambda reached: contextlib.nullcontext(reached.update(["nothing"])),
     **{
-        f"no wait in {where}": _no_wait(where)
+        f"no wait in {where}": _instead("paddle.base.core:task.wait", lambda *_: True, where)
         for where in (
             "BucketSums._complete",
             "Sharding._complete",
@@ -183,33 +105,33 @@ CHANGES: dict[str, Callable[[Reached], Any]] = {
         )
     },
     "values are read before they have come": _instead(
-        "ppfleetx.parallel.grad_sync:GradientSync.finish_values", _nothing
+        "ppfleetx.parallel.grad_sync:GradientSync.finish_values", lambda *_: None
     ),
     "a copy to the host is read at once": _instead(
-        "ppfleetx.distributed.host_device_copy:recorded_event", _done_in("download")
+        "ppfleetx.distributed.host_device_copy:recorded_event", lambda _: _Done(), "download"
     ),
     "the source of a copy is let go": _instead(
-        "ppfleetx.distributed.host_device_copy:queue_copy", _forgets_source
+        "ppfleetx.distributed.host_device_copy:queue_copy", lambda copy, array: (copy(array)[0], None)
     ),
-    "offload does not wait for gradients": _instead("ppfleetx.optims.optimizer:copy_to_host", _not_blocking),
+    "offload does not wait for gradients": _instead(
+        "ppfleetx.optims.optimizer:copy_to_host",
+        lambda _, tensor: tensor.detach()._copy_to(paddle.CPUPlace(), False),
+    ),
     "one group, two orders": _instead("ppfleetx.distributed.collectives:_packed", _other_order),
     "two groups, two orders": _instead("ppfleetx.parallel.grad_sync:GradientSync.reduce", _two_groups),
-    "sum_gathered does not wait": _instead(
-        "ppfleetx.distributed.collectives:sum_gathered", _asynchronous("stream.all_gather")
+    "sum_gathered does not wait": _asynchronous(
+        "ppfleetx.distributed.collectives:sum_gathered", "stream.all_gather"
     ),
-    "all-to-all does not wait": _instead(
-        "ppfleetx.distributed.collectives:_all_to_all", _asynchronous("alltoall_single")
+    "all-to-all does not wait": _asynchronous(
+        "ppfleetx.distributed.collectives:_all_to_all", "alltoall_single"
     ),
-    "what is sent is let go": _instead("ppfleetx.parallel.pipeline_schedules:_Sent", _forgets_sent),
-    "what is summed is let go": _instead("ppfleetx.nn.matmul:_finish", _forgets_used),
+    "what is sent is let go": _instead(
+        "ppfleetx.parallel.pipeline_schedules:_Sent", lambda sent, _, tasks: sent((), tasks)
+    ),
+    "what is summed is let go": _instead(
+        "ppfleetx.nn.matmul:_finish", lambda finish, task, result, *_: finish(task, result)
+    ),
 }
-
-
-@contextlib.contextmanager
-def _changed(change: str, options: Mapping[str, int]) -> Iterator[Reached]:
-    reached: Reached = Counter()
-    with Device().having(options), CHANGES[change](reached):
-        yield reached
 
 
 def train(
@@ -224,7 +146,8 @@ def train(
 ) -> dict[str, Any]:
     """Losses and gradient norms of a few steps, and a digest of all state behind them, as texts, in which NaN
     equals itself; and how often the change was come to."""
-    with paddle.utils.unique_name.guard(), _changed(change, options) as reached:
+    reached: Reached = Counter()
+    with paddle.utils.unique_name.guard(), Device().having(options), CHANGES[change](reached):
         cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, extra)
         runner.checks = "off"  # what is not finite is noticed by the test
         take, numbers = engine_steps(cfg, ctx, runner), []
