@@ -1,7 +1,12 @@
 #!/usr/bin/env python3
 """Convert checkpoints between formats: the same as `ppfleetx convert`."""
 
-from run_verb import run_program
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("convert")

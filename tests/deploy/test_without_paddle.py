@@ -15,10 +15,7 @@ from tests.deploy.exports import GPT2_STYLE, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(
-    str(path.relative_to(ROOT))
-    for folder in ("tools", "tasks/gpt")
-    for path in (ROOT / folder).glob("*.py")
-    if path.name != "run_verb.py"  # is imported by the others
+    str(path.relative_to(ROOT)) for folder in ("tools", "tasks/gpt") for path in (ROOT / folder).glob("*.py")
 )
 MODULES = ["ppfleetx.nn.cpu_ops"]
 NEEDS_PADDLE = [
