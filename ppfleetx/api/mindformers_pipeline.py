@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.api.configuration import Configuration, Overrides, settings_of
+from ppfleetx.api.config_arguments import Configuration, Overrides, settings_of
 from ppfleetx.api.mindformers_gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 
-from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
+from ppfleetx.api.config_arguments import Configuration, Overrides, config_source, settings_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig

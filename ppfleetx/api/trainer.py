@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
+from ppfleetx.api.config_arguments import Configuration, Overrides, config_source, settings_of
 from ppfleetx.api.model import GPT
 from ppfleetx.commands.initialize import start_with
 from ppfleetx.config.errors import ConfigError, DataError

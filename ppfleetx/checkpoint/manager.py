@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ppfleetx.checkpoint.housekeeping import SAVING, describe_os_error
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_directory
+from ppfleetx.checkpoint.output_dir import SAVING, describe_os_error
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, RankIndex, commit, saving, write_rank

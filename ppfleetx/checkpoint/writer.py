@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppfleetx.checkpoint import housekeeping, storage
+from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.manifest import (
     MANIFEST_FILE,
     MARKER_FILE,
@@ -18,6 +18,16 @@ from ppfleetx.checkpoint.manifest import (
     TensorEntry,
     marker_of,
     step_directory,
+)
+from ppfleetx.checkpoint.output_dir import (
+    SAVING,
+    clear_leftovers,
+    ensure_replaceable,
+    keep_newest,
+    output_lock,
+    publish,
+    remove_tree,
+    write_latest,
 )
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint, read_marker
 from ppfleetx.checkpoint.resolve_checkpoint import newest_complete
@@ -47,15 +57,15 @@ class RankIndex:
 def saving(output_dir: Path, epoch: int, step: int) -> Iterator[Path]:
     """Context manager that locks ``output_dir`` and yields a new hidden directory for a checkpoint. On exit,
     the directory is deleted unless `commit` has renamed it."""
-    staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
+    staged = output_dir / f"{SAVING}{step_directory(epoch, step)}"
     output_dir.mkdir(parents=True, exist_ok=True)
-    with housekeeping.output_lock(output_dir):
-        housekeeping.clear_leftovers(output_dir)
+    with output_lock(output_dir):
+        clear_leftovers(output_dir)
         staged.mkdir()
         try:
             yield staged
         finally:
-            housekeeping.remove_tree(staged)
+            remove_tree(staged)
 
 
 def write_rank(
@@ -120,11 +130,11 @@ def commit(
     # Despite the marker, the directory is not found as a checkpoint yet, because its name is hidden.
     open_checkpoint(staged)
     target = output_dir / step_directory(manifest.epoch, manifest.step)
-    housekeeping.ensure_replaceable(target, ownership)
-    housekeeping.publish(staged, target)
-    housekeeping.write_latest(output_dir, target.name)
+    ensure_replaceable(target, ownership)
+    publish(staged, target)
+    write_latest(output_dir, target.name)
     if ownership is not None:
-        housekeeping.keep_newest(output_dir, ownership)
+        keep_newest(output_dir, ownership)
     return target
 
 

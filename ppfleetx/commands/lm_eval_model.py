@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The number of positions of the model, which limits the tokens that it sees at a time."""
+        """The model's context length in tokens (``Model.max_position_embeddings``)."""
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -266,7 +266,7 @@ def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
     sharding = cfg.Distributed.sharding
     if mixed.level == "O2":
         found["weight_cast"] = (_MIXED + "level",), "at O2 weights are held in 16 bits"
-    elif mixed.products_in_float32:
+    elif mixed.matmuls_in_float32:
         found["weight_cast"] = (_MIXED + "custom_black_list",), "products are to be computed in float32"
     elif sharding.sharding_degree > 1 and sharding.sharding_stage == 3:
         key = "Distributed.sharding.sharding_stage"

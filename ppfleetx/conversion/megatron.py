@@ -159,7 +159,7 @@ def _grids(
     """Return {(tensor-parallel rank, pipeline rank): file} for each expert-parallel rank.
 
     Args:
-        files: the files, by the numbers in the names of their directories.
+        files: files by the numbers in their directories' names: ``mp_rank_01_000`` is (1, 0).
         arguments: Megatron's options, with the parallel degrees.
     """
     # The numbers are the tensor-parallel rank, the pipeline rank if there are several, and the

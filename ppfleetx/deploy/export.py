@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.housekeeping import publish
+from ppfleetx.checkpoint.output_dir import publish
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.sections.root import RunConfig

@@ -71,7 +71,8 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor that owns the memory of the tape's result, which can be a view."""
+        """Name of the tensor that holds the result of the last operation, or, if the result is a view, of the
+        tensor whose memory it shares."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property

@@ -77,7 +77,7 @@ def attend(
     # The causal mask of queries that follow cached keys does not begin at the first key. Flash attention
     # would also save little time, because there are few such queries.
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
-    if bfloat16.are_active() and options.softcap is None and not follows_cache and not drops(dropout):
+    if bfloat16.in_autocast() and options.softcap is None and not follows_cache and not drops(dropout):
         return bfloat16.attention(query, key, value, document_start)
     if obstacle or follows_cache:
         if obstacle and on_card():

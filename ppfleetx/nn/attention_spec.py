@@ -192,7 +192,7 @@ def core_operations(
     widths of a head's keys and values."""
     pairs, e = _pairs(work, num_heads), work.activation_bytes
     if work.flash:
-        half = pairs * (key_dim + value_dim)  # flops of two products, causal half
+        half = pairs * (key_dim + value_dim)  # flops of two matmuls, causal half
         yield Operation("flash attention", "flash", "core", flops=half)
         return
     yield Operation("scores", "scores", "core", 2 * pairs * key_dim, pairs * e, pairs * e)
@@ -245,7 +245,7 @@ class CoreSizes:
             rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
             return [Step("context", self.context, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
         # The fused kernel scales the scores; our kernel scales the queries. Keys and values are views, so a
-        # matrix product copies them.
+        # matmul copies them.
         keeps = ("heads",) if work.fused else ("scaled", "heads")
         steps = [
             Step("scaled", self.query, ("heads",), view=work.fused),

@@ -16,7 +16,7 @@ from ppfleetx.nn.activation_memory import Step
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 """The implementation whose operations are counted:
 
-``cpu``: this toolkit on a CPU, in float32; ``Work.rounds_products``: with bfloat16 products.
+``cpu``: this toolkit on a CPU, in float32; ``Work.rounds_matmuls``: with bfloat16 matmuls.
 ``gpu``: this toolkit on a GPU, with reference or flash attention (``Work.flash``).
 ``plugin``: this toolkit on a plugin's device (Ascend): as on a GPU, but with an unfused tensor-parallel loss.
 ``fused``: Megatron-LM and PaddleFleetX, to compare with published runs. Scale, mask and softmax are one
@@ -46,7 +46,7 @@ class Work:
         ep: number of ranks that divide the experts of a layer.
         emp: number of ranks that slice each expert; None: ``mp``.
         imbalance: largest number of rows for the experts of one rank, divided by the mean over ranks.
-        rounds_products: whether products with weights round their operands to 16 bits, as on a CPU.
+        rounds_matmuls: whether matmuls with weights round their operands to 16 bits, as on a CPU.
     """
 
     micro_batch: int
@@ -62,7 +62,7 @@ class Work:
     ep: int = 1
     emp: int | None = None
     imbalance: float = 1.0
-    rounds_products: bool = False
+    rounds_matmuls: bool = False
 
     @cached_property
     def tokens(self) -> float:
@@ -104,14 +104,14 @@ class Operation:
     """One operation of a forward pass, with its cost in the forward and the backward pass.
 
     Attributes:
-        kind: ``matmul`` (product with a weight), ``scores`` (product of activations), ``flash`` or
+        kind: ``matmul`` (with a weight), ``scores`` (of activations), ``flash`` or
             ``elementwise``.
         part: part of the block that recomputation repeats as a unit.
         flops: floating-point operations of the forward pass.
-        num_bytes, backward_bytes: bytes read and written in each pass, without the operands of a product.
+        num_bytes, backward_bytes: bytes read and written in each pass, without the operands of a matmul.
         kernels: kernel launches in the forward pass.
-        narrowest: smallest dimension of a product with a weight, else 0.
-        operands: number of elements of the input and output of a product with a weight, else 0.
+        narrowest: smallest dimension of a matmul with a weight, else 0.
+        operands: number of elements of the input and output of a matmul with a weight, else 0.
     """
 
     name: str

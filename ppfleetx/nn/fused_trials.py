@@ -73,7 +73,7 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Compare fused with plain addition of weight gradients, in two products with the same weight."""
+    """Compare fused with plain addition of weight gradients, in two matmuls with the same weight."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
@@ -89,7 +89,7 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Compare two products that share one 16-bit copy of a weight with two products that each cast the
+    """Compare two matmuls that share one 16-bit copy of a weight with two matmuls that each cast the
     weight."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)

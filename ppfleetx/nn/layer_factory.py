@@ -150,7 +150,7 @@ class LocalFactory:
         return self._declared(branch, specs)
 
     def _join_of(self, cut: Placement) -> Callable[[paddle.Tensor], paddle.Tensor] | None:
-        """Return the communication between the two products of an adapter whose matrix is cut like this."""
+        """Return the communication between the two matmuls of an adapter whose matrix is cut like this."""
         return None
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
@@ -326,7 +326,7 @@ class TensorParallelFactory(LocalFactory):
         return {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make a quantized linear. With sliced input features, its product is a partial sum; with sliced
+        """Make a quantized linear. With sliced input features, its output is a partial sum; with sliced
         output features, the gradient of its input is a partial sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)

@@ -106,7 +106,7 @@ class LinearSpec:
         read, size = (self._rows(work) * width * work.activation_bytes for width in self._here(work))
 
         def product(writes: str, reads: str) -> Step:
-            if work.rounds_products:  # keeps the rounded input
+            if work.rounds_matmuls:  # keeps the rounded input
                 return Step(writes, size, (reads,), extra=read / 2, back=size / 2, gradients=gradients)
             return Step(writes, size, (reads,), keeps=(reads,), gradients=gradients)
 
@@ -118,7 +118,7 @@ class LinearSpec:
         if self.cut == "columns" and work.split > 1:  # the input is gathered and kept
             steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
-        if not (self.bias and work.on_cpu and work.mp == 1) or work.rounds_products:
+        if not (self.bias and work.on_cpu and work.mp == 1) or work.rounds_matmuls:
             return [*steps, product(writes, reads)]
         # On a CPU the bias is expanded to all rows by another product (`_add_bias` in nn/layers.py).
         bare = product(f"{writes} without bias", reads)

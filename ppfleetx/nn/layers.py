@@ -18,7 +18,7 @@ class Linear(nn.Layer):
     """A linear layer, ``x @ weight + bias`` with ``weight [in, out]``.
 
     Attributes:
-        linear: the function that computes the product. Paddle's parallel layers use the same attribute name.
+        linear: the function that computes the matmul. Paddle's parallel layers use the same attribute name.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -29,7 +29,7 @@ class Linear(nn.Layer):
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_active():
+        if self.bias is not None and trains_on_cpu(x) and not bfloat16.in_autocast():
             return _add_bias(self.linear(x, self.weight), self.bias)
         return self.linear(x, self.weight, self.bias)
 

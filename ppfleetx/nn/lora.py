@@ -21,7 +21,7 @@ class LoraBranch(nn.Layer):
 
     Args:
         a, b: shapes of this rank's slices of A and B.
-        join: the communication between ranks after the product with A; None: no communication.
+        join: the communication between ranks after the matmul with A; None: no communication.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Products of activations and weights, with four independent options:
+"""Matmuls of activations and weights, with four independent options:
 
 - ``cast_to``: multiply by a 16-bit copy of the weight, which is made once per step;
 - :class:`Exchange`: communication among tensor-parallel ranks that overlaps the backward pass;
@@ -36,7 +36,7 @@ Counts = Sequence[int]
 
 
 class Exchange:
-    """Communication among tensor-parallel ranks for a column-parallel product (Narayanan et al., 2021). In
+    """Communication among tensor-parallel ranks for a column-parallel matmul (Narayanan et al., 2021). In
     this base class, each rank has the whole input.
 
     Attributes:
@@ -49,11 +49,11 @@ class Exchange:
         self._group = group
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Return the whole input of the product, which is gathered if each rank holds only a part."""
+        """Return the whole input of the matmul, which is gathered if each rank holds only a part."""
         return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start to gather the product's input. Return a function that waits for the whole input and returns
+        """Start to gather the matmul's input. Return a function that waits for the whole input and returns
         it."""
         return lambda: x
 
@@ -102,7 +102,7 @@ def column_exchange(ctx: ParallelContext, *, gathers_again: bool) -> Exchange:
 
 
 class Matmul:
-    """Computes the products with the weights of one model.
+    """Computes the matmuls with the weights of one model.
 
     Args:
         cast_to: dtype of the copies of weights and biases that are made once inside :meth:`kept`; None: no
@@ -125,7 +125,7 @@ class Matmul:
         self._waiting: deque[list[Callable[[], None]]] = deque()
         self.uses: Counter[str] = Counter()
 
-    # -- products
+    # -- matmuls
 
     def linear(
         self,
@@ -147,7 +147,7 @@ class Matmul:
         """
         if not paddle.in_dynamic_mode():  # while exporting
             return _product(x, weight, bias, is_transposed)
-        on_cpu = bfloat16.are_active()
+        on_cpu = bfloat16.in_autocast()
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         adds = trains and self.adds_to_main_gradient(weight)
@@ -168,7 +168,7 @@ class Matmul:
         """Return the detached tensor to pass as ``leaf`` to :meth:`apart`. This is the 16-bit copy of
         ``parameter`` if copies are kept, else ``parameter``. In bfloat16 on a CPU, it is always
         ``parameter``."""
-        return parameter.detach() if bfloat16.are_active() else self.value(parameter)
+        return parameter.detach() if bfloat16.in_autocast() else self.value(parameter)
 
     def apart(
         self,
@@ -180,7 +180,7 @@ class Matmul:
     ) -> paddle.Tensor:
         """Multiply ``x`` by ``leaf``, a detached copy of ``parameter``. The weight's gradient goes to
         ``leaf`` instead of ``parameter``."""
-        if bfloat16.are_active():
+        if bfloat16.in_autocast():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
             )
@@ -220,22 +220,22 @@ class Matmul:
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """Return the 16-bit copy of ``parameter`` if copies are kept, else the detached parameter."""
-        # Only parameters have copies: a computed tensor is freed after its product, and its id is used again.
+        # Only parameters have copies: a computed tensor is freed after its matmul, and its id is used again.
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
             return parameter.detach()
         copy = self._copies.get(id(parameter))
         if copy is None:
             self.uses["casts"] += 1
-            cast = bfloat16.cast if bfloat16.are_active() else partial(paddle.cast, dtype=self._dtype)
+            cast = bfloat16.cast if bfloat16.in_autocast() else partial(paddle.cast, dtype=self._dtype)
             copy = self._copies[id(parameter)] = cast(parameter.detach())
         self.uses["weight_cast"] += 1
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor that products use in place of ``parameter``: its 16-bit copy or the parameter
+        """Return the tensor that matmuls use in place of ``parameter``: its 16-bit copy or the parameter
         itself. In both cases, the gradient reaches the parameter."""
-        if self._dtype is None or self._copies is None or bfloat16.are_active():
+        if self._dtype is None or self._copies is None or bfloat16.in_autocast():
             return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)
         return parameter if value.dtype == parameter.dtype else _Copy.apply(parameter, _Holder(value))
@@ -306,7 +306,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """One product with one weight: the functions that compute it and its gradients."""
+    """One matmul with one weight: the functions that compute it and its gradients."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -318,14 +318,14 @@ class _Work:
         return self.exchange is not None and self.exchange.gathers_again
 
     def operand(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert the product's input to the type in which it is multiplied."""
+        """Convert the matmul's input to the type in which it is multiplied."""
         return x
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """Convert the product's input to the form that is kept for the weight's gradient."""
+        """Convert the matmul's input to the form that is kept for the weight's gradient."""
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
@@ -351,10 +351,10 @@ class _Work:
 
 
 class _CpuWork(_Work):
-    """A product in bfloat16 on a CPU.
+    """A matmul in bfloat16 on a CPU.
 
     Args:
-        value: the weight's bfloat16 copy, or the float32 weight, which is then rounded for each product.
+        value: the weight's bfloat16 copy, or the float32 weight, which is then rounded for each matmul.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """One grouped product: the functions that compute it and its gradients. Each row of ``x [rows, in]`` is
+    """One grouped matmul: the functions that compute it and its gradients. Each row of ``x [rows, in]`` is
     multiplied by the matrix of its group in ``weight [groups, in, out]``; rows are sorted by group."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
@@ -398,7 +398,7 @@ class _GroupedWork(_Work):
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         """Multiply the rows of each group by the group's matrix. The result has the dtype that ``F.linear``
         returns under ``auto_cast``."""
-        # Find the dtype by a product of two numbers, because it depends on auto_cast's level and lists.
+        # Find the dtype by multiplying two numbers, because it depends on auto_cast's level and lists.
         dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, self.weight))).dtype
         with paddle.amp.auto_cast(enable=False):
             x, result = in_dtype(x, dtype), paddle.empty([x.shape[0], self.weight.shape[-1]], dtype)
@@ -444,7 +444,7 @@ class _GroupedWork(_Work):
 
 
 def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transposes: bool) -> None:
-    if bfloat16.are_active():
+    if bfloat16.in_autocast():
         paddle.assign(bfloat16.matmul(x, y, **transposes), out)
     else:
         paddle.matmul(x, y, out=out, **transposes)
@@ -468,7 +468,7 @@ class _WeightGradient:
 
 
 class _Matmul(PyLayer):
-    """Autograd function of a product. Its backward pass can defer the weight's gradient."""
+    """Autograd function of a matmul. Its backward pass can defer the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -511,7 +511,7 @@ class _Matmul(PyLayer):
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Compute the backward pass of a product. Return the gradients of the input and the weight. The weight's
+    """Compute the backward pass of a matmul. Return the gradients of the input and the weight. The weight's
     gradient is computed while the input's gradient is being reduced over the ranks."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None

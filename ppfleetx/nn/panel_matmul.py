@@ -1,6 +1,6 @@
-"""Products of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
+"""Matmuls of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-The matrix is stored in panels: contiguous blocks of columns. MKL does not have to pack them for each product.
+The matrix is stored in panels: contiguous blocks of columns. MKL does not have to pack them for each matmul.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def use_huge_pages(tensor: paddle.Tensor) -> None:
 
 class PanelMatrix:
     """A constant matrix ``[in, out]`` on a CPU. It is copied into panels (:func:`panels_of`) at the first
-    product that panels make faster."""
+    matmul that panels make faster."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
@@ -90,7 +90,7 @@ class InferenceLinear(Linear):
     """A :class:`~ppfleetx.nn.layers.Linear` whose weight does not change after its first use.
 
     Attributes:
-        matrix: the weight, for products without gradients.
+        matrix: the weight, for matmuls without gradients.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:

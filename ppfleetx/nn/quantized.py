@@ -75,7 +75,7 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the product can be computed on integers: inputs are rounded, and the matrix has one scale
+        """Whether the matmul can be computed on integers: inputs are rounded, and the matrix has one scale
         per column and no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
@@ -202,7 +202,7 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """Product with a quantized matrix. If ``x`` is rounded, its gradient is computed as if it were not."""
+    """Matmul with a quantized matrix. If ``x`` is rounded, its gradient is computed as if it were not."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -228,7 +228,7 @@ class QuantizedLinear(nn.Layer):
     Args:
         linear: the linear to replace.
         form: storage of the matrix (bits, groups, asymmetric or not).
-        enter, leave: communication applied to the input, and to the product before the bias is added; None:
+        enter, leave: communication applied to the input, and to the output before the bias is added; None:
             no communication.
 
     Attributes:

@@ -115,7 +115,7 @@ def newton_schulz(
     divided by its norm, or by ``epsilon`` if that is greater.
 
     Args:
-        in_bfloat16: whether to iterate in bfloat16. On a CPU, only the operands of products are rounded.
+        in_bfloat16: whether to iterate in bfloat16. On a CPU, only the operands of matmuls are rounded.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()

@@ -2,7 +2,7 @@
 
 At level O1, parameters and gradients are float32, and ``auto_cast`` runs the operations of its list in 16
 bits. At level O2, parameters and usually activations are 16-bit, and the optimizer updates float32 master
-weights. On a CPU, both levels only round the operands of products with weights and of attention to bfloat16.
+weights. On a CPU, both levels only round the operands of matmuls with weights and of attention to bfloat16.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ class Precision:
 
     Attributes:
         scaler: the loss scaler; None if no loss scale is needed.
-        products_alone: whether only products with weights and attention use 16 bits, as on a CPU.
-        keeps_casts: returns a context manager in which 16-bit copies of weights are kept.
+        matmuls_only: whether only matmuls with weights and attention are computed in 16 bits, and all
+            else in float32. This is so on CPUs.
+        cached_casts: returns a context manager that caches the 16-bit copies of weights for reuse. Parameters
+            must not change inside it.
 
     Raises:
         ConfigError: the device cannot compute in the configured dtype, and ``enable`` is not ``auto``.
@@ -100,13 +102,13 @@ class Precision:
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
         self._cfg = cfg = cfg or MixedPrecisionConfig()
         self.scaler: LossScaler | None = None
-        self.keeps_casts: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.products_alone = False
+        self.cached_casts: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.matmuls_only = False
         if not cfg.enable:
             return
         has_all = has_kernels(cfg.dtype)
-        self.products_alone = not has_all and bfloat16.serves(cfg.dtype)
-        if not has_all and not self.products_alone:
+        self.matmuls_only = not has_all and bfloat16.serves(cfg.dtype)
+        if not has_all and not self.matmuls_only:
             obstacle = f"{paddle.get_device()} does not compute in {cfg.dtype}{_why(cfg.dtype)}"
             if cfg.enable != "auto":
                 raise ConfigError(
@@ -132,22 +134,22 @@ class Precision:
     def types(self) -> tuple[str, ...]:
         """The dtypes that activations can have: float32 and, with mixed precision on an accelerator, also the
         16-bit dtype."""
-        has_both = self._cfg.enable and not self.products_alone
+        has_both = self._cfg.enable and not self.matmuls_only
         return ("float32", self._cfg.dtype) if has_both else ("float32",)
 
     @property
     def lowers_parameters(self) -> bool:
-        return bool(self._cfg.enable) and self._cfg.level == "O2" and not self.products_alone
+        return bool(self._cfg.enable) and self._cfg.level == "O2" and not self.matmuls_only
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context manager for forward passes that chooses the dtype of each operation, by the level and the
         operation lists of the configuration."""
-        if not self._cfg.enable or (self.products_alone and self._cfg.products_in_float32):
+        if not self._cfg.enable or (self.matmuls_only and self._cfg.matmuls_in_float32):
             yield
             return
-        if self.products_alone:
-            with bfloat16.products(), self.keeps_casts():
+        if self.matmuls_only:
+            with bfloat16.autocast(), self.cached_casts():
                 yield
             return
         # At O2, operations outside the lists run in the dtype of their inputs, and in float32 if these
@@ -158,7 +160,7 @@ class Precision:
             level=self._cfg.level,
             dtype=self._cfg.dtype,
         )
-        with casts, self.keeps_casts():
+        with casts, self.cached_casts():
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:

@@ -60,12 +60,12 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     factory.fused = _fused_ops(cfg, ctx, precision, train)
     if train:
         # Sharding stage 3 frees values after each use, so 16-bit copies must not outlive them.
-        keeps = precision.products_alone and ctx.plan.sharding_stage != 3
+        keeps = precision.matmuls_only and ctx.plan.sharding_stage != 3
         casts = "weight_cast" in factory.fused.taken or keeps
         defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
         dtype = cfg.Engine.mix_precision.dtype if casts else None
         factory.matmul = Matmul(cast_to=dtype, fused=factory.fused, defers=defers)
-    precision.keeps_casts = factory.matmul.kept
+    precision.cached_casts = factory.matmul.kept
     options, stages = _step_options(cfg, precision), _stages(module, factory, cfg)
     prepare = partial(
         _optimizer_and_sync, cfg=cfg, ctx=ctx, precision=precision, train=train, factory=factory

@@ -57,7 +57,7 @@ class ListedPipeline(PipelineParallel):
 
     Args:
         model: the stages of this rank.
-        matmul: computes the products with these stages' weights. If it defers weight gradients, the schedule
+        matmul: computes the matmuls with these stages' weights. If it defers weight gradients, the schedule
             is ZB-H1, otherwise 1F1B.
     """
 

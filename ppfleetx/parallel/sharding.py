@@ -198,7 +198,7 @@ class Sharding:
         """Run ``call``, which needs the gradients of a layer's weights. With ``can_wait``, run it at the end
         of the backward pass, otherwise immediately."""
         # When the gradient of the layer's input exists, those of the weights may still be incomplete: Paddle
-        # may add to them later, for example if a cast comes before the product. In stage 3, only the first
+        # may add to them later, for example if a cast comes before the matmul. In stage 3, only the first
         # layer can wait, because ranks must send the gradients of a layer before they fetch the values of the
         # previous layer. There, more than two such operators end the run with an error.
         if not can_wait:

@@ -35,13 +35,13 @@ class Card(Section):
     memory_gib: PositiveFloat
     """Memory available to a program, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]
-    """Peak speed of dense matrix products by data type, as the vendor states it, in TFLOP/s."""
+    """Peak speed of dense matmuls by data type, as the vendor states it, in TFLOP/s."""
     matmul_efficiency: UnitFloat
-    """Share of the peak that a large matrix product reaches."""
+    """Share of the peak that a large matmul reaches."""
     matmul_latency_us: NonNegativeFloat
-    """Fixed cost of a matrix product, so that small products reach a lower share of the peak."""
+    """Fixed cost of a matmul, so that small matmuls reach a lower share of the peak."""
     matmul_half_dim: NonNegativeFloat = 0.0
-    """Size of the smallest dimension (rows, columns or inner) at which a matrix product reaches half of
+    """Size of the smallest dimension (rows, columns or inner) at which a matmul reaches half of
     `matmul_efficiency`."""
     memory_gb_s: PositiveFloat
     """The vendor's memory bandwidth, in GB/s."""
@@ -74,7 +74,7 @@ class Card(Section):
         return hash(self.name)  # the dictionary fields are not hashable
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of dense matrix products of type ``dtype``.
+        """Return the peak FLOP/s of dense matmuls of type ``dtype``.
 
         Raises:
             ConfigError: the card has no peak for this type.
@@ -88,10 +88,10 @@ class Card(Section):
         return self.peak_tflops[dtype] * 1e12
 
     def matmul_seconds(self, flops: float, dtype: str, narrowest: float = 0.0, kernels: int = 1) -> float:
-        """Return the time of ``kernels`` matrix products with ``flops`` floating-point operations in total.
+        """Return the time of ``kernels`` matmuls with ``flops`` floating-point operations in total.
 
         Args:
-            narrowest: the smallest dimension of the products; a narrow product is slower. 0 to ignore it.
+            narrowest: the smallest dimension of the matmuls; a narrow matmul is slower. 0 to ignore it.
         """
         share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
         speed = self.peak(dtype) * self.matmul_efficiency * share

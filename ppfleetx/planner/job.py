@@ -33,17 +33,17 @@ class Precision:
     """The data types of a training step.
 
     Attributes:
-        compute: the type of activations and matrix products, e.g. ``bfloat16``.
+        compute: the type of activations and matmuls, e.g. ``bfloat16``.
         lowers_parameters: whether parameters have the type ``compute``, too, with float32 master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
-        rounds_products: whether operands of matrix products are rounded to 16 bits while all other numbers
+        rounds_matmuls: whether operands of matmuls are rounded to 16 bits while all other numbers
             are float32, as on a CPU.
     """
 
     compute: str = "float32"
     lowers_parameters: bool = False
     main_grads: bool = True
-    rounds_products: bool = False
+    rounds_matmuls: bool = False
 
     @property
     def activation_bytes(self) -> int:
@@ -214,7 +214,7 @@ class Job:
             plan.ep,
             plan.emp,
             EXPERT_IMBALANCE if plan.ep > 1 else 1.0,
-            precision.rounds_products,
+            precision.rounds_matmuls,
         )
 
     @cached_property
@@ -276,7 +276,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
     precision = Precision()
     if card.kernels == "cpu":
         rounds = mixed.enable is True or (mixed.enable == "auto" and obstacle(mixed.dtype) is None)
-        precision = Precision(rounds_products=rounds and not mixed.products_in_float32)
+        precision = Precision(rounds_matmuls=rounds and not mixed.matmuls_in_float32)
     elif mixed.enable is True or (mixed.enable and mixed.dtype in card.peak_tflops):
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
     return Job(
@@ -323,7 +323,7 @@ def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
     if model.attention_kernel == "reference" or model.attn_logit_softcapping is not None:
         return False
     if card.kernels == "cpu":
-        return precision.rounds_products and model.attention_probs_dropout_prob == 0.0
+        return precision.rounds_matmuls and model.attention_probs_dropout_prob == 0.0
     if precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"

@@ -319,7 +319,7 @@ def _pass_peak(
 
 def _rounded_weights(job: Job, held: Held) -> float:
     """Return the bytes of the 16-bit copies of weights that are kept during the passes of a step."""
-    makes = job.precision.rounds_products and not (job.plan.sharding > 1 and job.plan.sharding_stage == 3)
+    makes = job.precision.rounds_matmuls and not (job.plan.sharding > 1 and job.plan.sharding_stage == 3)
     return 2.0 * held.resident if makes else 0.0
 
 

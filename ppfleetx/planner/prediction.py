@@ -133,9 +133,8 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 
 def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Prediction | None:
-    """Predict the memory and the step time of a configured run. Arguments and result are those of
-    :func:`prediction_of_memory`, but None is also returned if the card's speed in the run's data type is
-    unknown."""
+    """Predict the memory and the step time of a configured run, like :func:`prediction_of_memory`. None also
+    if the card's speed in the run's data type is unknown."""
     prediction = prediction_of_memory(cfg, device, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
         return None

@@ -263,7 +263,7 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
     """Return, for each pipeline stage, the seconds that one backward pass spends on weight gradients."""
-    # In the backward pass, each product becomes two, each as slow as the one in the forward pass.
+    # In the backward pass, each matmul becomes two, each as slow as the one in the forward pass.
     same, stages = operations_key(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
     kinds = [job.layer_kinds(stage).items() for stage in stages]
@@ -274,7 +274,7 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Return the seconds of the matrix products with weights in the forward pass of ``block``.
+    """Return the seconds of the matmuls with weights in the forward pass of ``block``.
 
     If ``block`` is None, return this time for the operations after the last block.
     """
@@ -326,13 +326,13 @@ def _forward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Pas
 
 
 def _backward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Passes:
-    """Return the time of the backward pass, with two products for each matrix product of the forward pass."""
+    """Return the time of the backward pass, with two matmuls for each matmul of the forward pass."""
     costs = ((o, o.backward_flops, o.backward_bytes, 2 * o.kernels) for o in operations)
     return _priced(costs, job, cluster)
 
 
 _SCORES_STREAMED = 0.2
-"""Share of the attention scores' memory traffic that does not overlap with the products (fitted)."""
+"""Share of the attention scores' memory traffic that does not overlap with the matmuls (fitted)."""
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
@@ -364,7 +364,7 @@ def _activation_sum(job: Job, cluster: Cluster) -> float:
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Return the seconds of one layer's communication in a forward or backward pass.
 
-    Under sequence parallelism, the backward pass also gathers the inputs of column-parallel products.
+    Under sequence parallelism, the backward pass also gathers the inputs of column-parallel matmuls.
     """
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2

@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 import ppfleetx
-from ppfleetx.api.configuration import config_source, settings_of
+from ppfleetx.api.config_arguments import config_source, settings_of
 from ppfleetx.api.mindformers_gpt2 import _is_text
 from ppfleetx.api.model import stream_of
 from ppfleetx.api.trainer import corpus_prefix

@@ -157,7 +157,7 @@ def test_old_checkpoints_that_resist_deletion_do_not_stop_training(tmp_path, mon
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("ppfleetx.checkpoint.housekeeping.delete_checkpoint", refuse)
+    monkeypatch.setattr("ppfleetx.checkpoint.output_dir.delete_checkpoint", refuse)
     assert save(tmp_path, step=2, keep_max=1).name == "epoch_0_step_2"
     assert "could not be deleted: Permission denied" in caplog.text
 

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manifest import marker_of
+from ppfleetx.checkpoint.output_dir import write_best
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.resolve_checkpoint import newest_good

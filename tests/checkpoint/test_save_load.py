@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ppfleetx.checkpoint.housekeeping import output_lock
 from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.output_dir import output_lock
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import newest_complete, newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.run_ownership import Ownership
@@ -188,7 +188,7 @@ def _hold(path, held, release):
 
 
 def test_two_processes_do_not_save_together(tmp_path, monkeypatch):
-    monkeypatch.setattr("ppfleetx.checkpoint.housekeeping._LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("ppfleetx.checkpoint.output_dir._LOCK_SECONDS", 0.3)
     context = multiprocessing.get_context("fork")
     held, release = context.Event(), context.Event()
     other = context.Process(target=_hold, args=(tmp_path, held, release))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.housekeeping import write_latest
 from ppfleetx.checkpoint.manager import save_checkpoint
+from ppfleetx.checkpoint.output_dir import write_latest
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole

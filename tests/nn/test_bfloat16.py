@@ -87,7 +87,7 @@ def test_gradients_of_a_linear(cast_to):
     layer.weight.set_value(weight)
     layer.bias.set_value(bias)
     x = paddle.to_tensor(rows, stop_gradient=False)
-    with bfloat16.products(), matmul.kept():
+    with bfloat16.autocast(), matmul.kept():
         result = layer(x)
         result.backward(paddle.to_tensor(upstream))
     low_x, low_w, low_g = (rounded(array) for array in (rows, weight, upstream))
@@ -105,7 +105,7 @@ def test_experts():
     weight = paddle.create_parameter([3, 8, 4], "float32")
     weight.set_value(random(3, 8, 4))
     x = paddle.to_tensor(random(5, 8), stop_gradient=False)
-    with bfloat16.products():
+    with bfloat16.autocast():
         result = matmul.grouped(x, weight, None, counts)
         result.sum().backward()
     low_x, low_w = rounded(x.numpy()), rounded(weight.numpy())
@@ -134,7 +134,7 @@ def test_attention(heads, length, size, value_size, packed):
         first = np.sort(np.random.default_rng(0).integers(0, length, (batch, length)), axis=1)
         start = paddle.to_tensor(np.minimum(first, np.arange(length)))
     found = []
-    for context in (nullcontext(), bfloat16.products()):
+    for context in (nullcontext(), bfloat16.autocast()):
         operands = [paddle.to_tensor(random(*shape), stop_gradient=False) for shape in shapes]
         with context:
             result = attend(*operands, start, nn.Dropout(0.0), KernelOptions())
@@ -163,7 +163,7 @@ def test_attention_of_operands_without_gradients():
 @needs_operators
 def test_starts_before_and_behind_a_row():
     operands = heads()
-    with bfloat16.products():
+    with bfloat16.autocast():
         whole, early, late = (
             attend(*operands, start, nn.Dropout(0.0), KernelOptions()).numpy()
             for start in (None, paddle.full([1, 9], -3, "int64"), paddle.full([1, 9], 99, "int64"))
@@ -185,9 +185,9 @@ def test_attention_that_stays_in_float32():
     operands, dropout = heads(groups=2), nn.Dropout(0.0)
     for options in (KernelOptions(softcap=5.0), KernelOptions(kernel="reference")):
         expected = attend(*operands, None, dropout, options).numpy()
-        with bfloat16.products():
+        with bfloat16.autocast():
             np.testing.assert_array_equal(attend(*operands, None, dropout, options).numpy(), expected)
-    with bfloat16.products():
+    with bfloat16.autocast():
         dropped = attend(*operands, None, nn.Dropout(0.5), KernelOptions())
     assert not np.allclose(dropped.numpy(), attend(*operands, None, dropout, KernelOptions()).numpy())
 
@@ -212,7 +212,7 @@ def test_a_head_in_pieces(cast_to):
         target = ChunkTarget(
             paddle.zeros([2, 6]), paddle.ones([2, 6]), lambda logits, *_: logits.square().sum()
         )
-        with bfloat16.products(), matmul.kept():
+        with bfloat16.autocast(), matmul.kept():
             loss = head.run_pieces(x, target)
             loss.backward()
         found.append([loss.numpy(), x.grad.numpy(), head.weight.grad.numpy()])
@@ -224,10 +224,10 @@ def test_a_head_in_pieces(cast_to):
 def test_both_levels_keep_parameters_in_float32():
     for level in ("O1", "O2"):
         made = Precision(CFG.model_copy(update={"level": level}))
-        assert made.products_alone and not made.lowers_parameters and made.types == ("float32",)
+        assert made.matmuls_only and not made.lowers_parameters and made.types == ("float32",)
         with made.autocast():
-            assert bfloat16.are_active()
-        assert not bfloat16.are_active()
+            assert bfloat16.in_autocast()
+        assert not bfloat16.in_autocast()
 
 
 @needs_operators
@@ -236,9 +236,9 @@ def test_products_in_float32_by_the_black_list():
     layer, x, matmul = Linear(8, 4, bias=False), paddle.to_tensor(random(3, 8)), Matmul(cast_to="bfloat16")
     layer.weight.set_value(random(8, 4))
     black = Precision(CFG.model_copy(update={"custom_black_list": ("matmul",)}))
-    black.keeps_casts = matmul.kept
+    black.cached_casts = matmul.kept
     with black.autocast():
-        assert not bfloat16.are_active()
+        assert not bfloat16.in_autocast()
         found = matmul.linear(x, layer.weight).numpy()
     np.testing.assert_array_equal(found, layer(x).numpy())
 
@@ -264,7 +264,7 @@ def test_the_processor_decides(monkeypatch, flags, dtype, words):
         with pytest.raises(ConfigError, match=words):
             Precision(mixed)
         auto = Precision(mixed.model_copy(update={"enable": "auto"}))
-        assert auto.types == ("float32",) and not auto.products_alone
+        assert auto.types == ("float32",) and not auto.matmuls_only
 
 
 def test_operators_that_are_not_compiled(monkeypatch, tmp_path):
@@ -272,7 +272,7 @@ def test_operators_that_are_not_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(device_support, "read_cpuinfo", lambda: "flags : avx512_bf16\n")
     with pytest.raises(ConfigError, match="operators are not compiled"):
         Precision(CFG)
-    assert not Precision(CFG.model_copy(update={"enable": "auto"})).products_alone
+    assert not Precision(CFG.model_copy(update={"enable": "auto"})).matmuls_only
     cfg = load_config(NANO, ["Engine.mix_precision.enable=auto", "Engine.mix_precision.dtype=bfloat16"])
     monkeypatch.setattr(compiled, "BUILT", tmp_path)
     assert "float32 (Engine.mix_precision.enable is auto: operators are" in check_report(cfg)

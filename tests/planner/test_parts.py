@@ -320,7 +320,7 @@ def test_kernels_without_scores_have_no_soft_limit_of_scores_and_on_a_cpu_no_dro
         for change in ({"attn_logit_softcapping": 30.0}, {"attention_probs_dropout_prob": 0.1})
     )
     gpu = Precision("bfloat16", lowers_parameters=True), load_card("A100-80GB")
-    cpu = Precision(rounds_products=True), load_card("CPU")
+    cpu = Precision(rounds_matmuls=True), load_card("CPU")
     assert [uses_flash(one, *gpu) for one in (model, capped, drops)] == [True, False, True]
     assert [uses_flash(one, *cpu) for one in (model, capped, drops)] == [True, False, False]
     assert not uses_flash(model, Precision(), cpu[1])

@@ -146,7 +146,8 @@ def value_at(values: Any, path: Sequence[str]) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return the nodes of the file names in ``node``, which may be one name, a list of names, null or None.
+    """Return one node per file name. ``node`` is one name or a list of names; the result is empty if
+    ``node`` is null in the file, or None.
 
     Raises:
         ConfigError: ``node`` is anything else.

@@ -74,7 +74,7 @@ class DistributedConfig(Section):
     processes. `ep_degree` x `expert_mp_degree` must divide dp x sharding x sep x mp."""
     expert_mp_degree: Degree | None = None
     """Ranks that slice the matrices of each expert; null: `mp_degree`. 1 keeps experts whole even if
-    attention is sliced, with fewer messages and larger products."""
+    attention is sliced, with fewer messages and larger matrix products."""
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
     """Size in MiB of two gradient buckets together: one is filled while the other is sent. With sharding

@@ -58,8 +58,8 @@ class GlobalConfig(Section):
     curriculum)."""
     allow_tf32: Bool = False
     """On NVIDIA GPUs of compute capability 8.0 and above, round the inputs of float32 matrix products to
-    TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. 16-bit products are not
-    affected."""
+    TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. 16-bit matrix products
+    are not affected."""
     card: Text | None = None
     """The card for the run: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...) or a YAML file
     that describes a card. `--check` says whether the run fits into the card's memory. The run itself does not
@@ -84,7 +84,7 @@ class MixedPrecisionConfig(Section):
     """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
     """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 master weights.
-    On a CPU, both levels are the same: products with weights and attention are computed in bfloat16,
+    On a CPU, both levels are the same: matrix products with weights and attention are computed in bfloat16,
     everything else in float32."""
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
@@ -103,7 +103,7 @@ class MixedPrecisionConfig(Section):
     """Operations computed in `dtype`, besides Paddle's own list."""
 
     @property
-    def products_in_float32(self) -> bool:
+    def matmuls_in_float32(self) -> bool:
         """Whether ``custom_black_list`` keeps the matrix products of linears in float32."""
         return not {"matmul", "linear_v2"}.isdisjoint(self.custom_black_list)
 

@@ -52,8 +52,9 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight consecutive outputs in a
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ``quantization_config`` of a ``config.json``, with texts in lower case and the default group
-    size filled in; None if there is none. Raises CheckpointError if the quantization is not supported."""
+    """Return the ``quantization_config`` of a ``config.json`` with its string values in lower case, and with
+    ``group_size`` 128 if it has none. None if there is no ``quantization_config``. Raises CheckpointError if
+    the quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None

@@ -9,8 +9,8 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from ppfleetx.checkpoint.housekeeping import describe_os_error
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, parse_step_directory
+from ppfleetx.checkpoint.output_dir import describe_os_error
 from ppfleetx.checkpoint.resolve_checkpoint import (
     complete_checkpoints,
     open_resolved,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ppfleetx.checkpoint.housekeeping import (
+from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
+from ppfleetx.checkpoint.output_dir import (
     delete_checkpoint,
     describe_os_error,
     is_damaged,
@@ -16,7 +17,6 @@ from ppfleetx.checkpoint.housekeeping import (
     output_lock,
     repair_latest,
 )
-from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.resolve_checkpoint import (
     complete_checkpoints,
     resolve_checkpoint,

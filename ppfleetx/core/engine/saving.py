@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.adapters import BASE
-from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manager import BackgroundManager, CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
+from ppfleetx.checkpoint.output_dir import write_best
 from ppfleetx.checkpoint.rng import gather_rng_state
 from ppfleetx.checkpoint.run_ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice

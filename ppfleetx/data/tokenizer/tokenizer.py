@@ -16,7 +16,6 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.tokenizer.backends import build_engine
-from ppfleetx.data.tokenizer.huggingface import SideFiles, as_transformers
 from ppfleetx.data.tokenizer.json_files import (
     BYTE_CHARACTERS,
     END_OF_DOCUMENT,
@@ -28,6 +27,7 @@ from ppfleetx.data.tokenizer.json_files import (
     token_to_bytes,
     write_files,
 )
+from ppfleetx.data.tokenizer.tokenizer_config import SideFiles, as_transformers
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import TokenizerConfig

@@ -20,7 +20,7 @@ class GroupedMatrix:
     Attributes:
         weight: [experts, inputs, outputs].
         stored: the quantized layer with these matrices; None if the model is not quantized.
-        by_cpu_ops: whether our C++ operator computes the products.
+        by_cpu_ops: whether our C++ operator computes the matmuls.
     """
 
     def __init__(self, weight: paddle.Tensor, stored: QuantizedGroupedLinear | None = None) -> None:

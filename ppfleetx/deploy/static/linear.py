@@ -1,7 +1,7 @@
-"""Matrix products in an exported program: single products, or one operation that runs all transformer blocks
+"""Matmuls in an exported program: single matmuls, or one operation that runs all transformer blocks
 of a quantized model.
 
-A matrix can be stored in *panels*, groups of adjacent columns. On a CPU, a product of 2 to 16 rows with a
+A matrix can be stored in *panels*, groups of adjacent columns. On a CPU, a matmul of 2 to 16 rows with a
 matrix in panels has the same result as with the original matrix, and is about 1.5 times as fast.
 """
 
@@ -26,9 +26,9 @@ class Matrix:
 
     Attributes:
         weight: [inputs, outputs].
-        panels: a copy of the matrix in groups of columns, for faster products; None: products use ``weight``.
+        panels: a copy of the matrix in groups of columns, for faster matmuls; None: matmuls use ``weight``.
         single_axis: the axis of the activations that has size 1. Only used with panels.
-        by_cpu_ops: whether products with panels use our C++ operator.
+        by_cpu_ops: whether matmuls with panels use our C++ operator.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
@@ -112,7 +112,7 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose the weight layout for the products with ``matrices`` that are added to the program after this
+    """Choose the weight layout for the matmuls with ``matrices`` that are added to the program after this
     call: the original matrices, or groups of columns.
 
     Args:

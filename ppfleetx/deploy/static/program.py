@@ -252,7 +252,7 @@ class GenerationProgram(nn.Layer):
             token: the first new token of each sequence, ``[b]``.
             rules: the inputs end_ids, min_new_tokens and repetition_penalty (see :data:`INPUTS`).
             sampling: the inputs exponentials (random numbers), temperature, top_k and top_p.
-            panels: copies of the weight matrices in a layout that makes products faster. If empty, the
+            panels: copies of the weight matrices in a layout that makes matmuls faster. If empty, the
                 original matrices are used.
         """
         use_panels(self.matrices, panels)
@@ -305,7 +305,7 @@ class GenerationProgram(nn.Layer):
             rules: the inputs end_ids, min_new_tokens and repetition_penalty (see :data:`INPUTS`).
             sampling: the inputs exponentials (random numbers), temperature, top_k and top_p.
             max_drafts: maximum number of draft tokens per pass for prompt lookup, ``[1]``.
-            panels: copies of the weight matrices in a layout that makes products faster. If empty, the
+            panels: copies of the weight matrices in a layout that makes matmuls faster. If empty, the
                 original matrices are used.
         """
         end_ids, min_new_tokens, repetition_penalty = rules

@@ -1,4 +1,4 @@
-"""Matrix products and attention in bfloat16 on a CPU with AVX512-BF16 or AMX. They use the oneDNN library in
+"""Matmuls and attention in bfloat16 on a CPU with AVX512-BF16 or AMX. They use the oneDNN library in
 Paddle's wheel. Operands are rounded to bfloat16; sums and results are float32."""
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def obstacle(dtype: str) -> str | None:
 
 
 @contextmanager
-def products() -> Iterator[None]:
-    """Context manager in which layers compute products with weights (:func:`matmul`) and attention
-    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward passes use the same kind of product
+def autocast() -> Iterator[None]:
+    """Context manager in which layers compute matmuls with weights (:func:`matmul`) and attention
+    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward passes use the same kind of matmul
     as their forward passes."""
     global _entered
     before, _entered = _entered, True
@@ -42,8 +42,8 @@ def products() -> Iterator[None]:
         _entered = before
 
 
-def are_active() -> bool:
-    """Return whether layers compute in bfloat16, that is, whether this code runs inside :func:`products`."""
+def in_autocast() -> bool:
+    """Return whether this code runs inside :func:`autocast`."""
     return _entered
 
 
@@ -82,7 +82,7 @@ def cast_and_sum(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
 def attention(
     query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """Compute differentiable causal attention. The operands of matrix products are rounded to bfloat16;
+    """Compute differentiable causal attention. The operands of matmuls are rounded to bfloat16;
     scores, softmax and results are float32.
 
     Args:

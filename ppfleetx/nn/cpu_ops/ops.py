@@ -18,7 +18,7 @@ from ppfleetx.nn.cpu_ops.compiled import HOW_TO_MAKE, library_path
 from ppfleetx.utils.log import get_logger
 
 MOST_ROWS = 32
-"""The largest number of rows for which ``few_rows`` is always faster than MKL. In dynamic mode, products with
+"""The largest number of rows for which ``few_rows`` is always faster than MKL. In dynamic mode, matmuls with
 more rows use MKL."""
 _HOW_TO_MAKE = f"{HOW_TO_MAKE} compiles operators for this CPU (needs a C++ compiler)"
 

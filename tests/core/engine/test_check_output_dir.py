@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.housekeeping import delete_checkpoint
+from ppfleetx.checkpoint.output_dir import delete_checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.run_ownership import RunRecord, read_run, run_of, write_run
 from ppfleetx.config.errors import CheckpointError, ConfigError
