@@ -176,7 +176,7 @@ class CheckpointManager:
     Args:
         ownership: which old checkpoints may be replaced and deleted; None: none.
         ctx: the ranks that save together; None: this process saves alone.
-        description: arguments of `save_checkpoint` that are the same for every save, such as `plan`.
+        description: the optional arguments of `SharedSave`, the same for every save, such as `plan`.
     """
 
     def __init__(

@@ -257,7 +257,11 @@ class Manifest:
             raise CheckpointError(
                 f"{where}: {key} = {shown(first['input'])}: {first['msg'].removeprefix('Value error, ')}"
             ) from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{where}: tensors is not a list of entries with kind, name and state ({error})"
+            ) from error
+        except ValueError as error:
             raise CheckpointError(f"{where}: {error}") from error
         return manifest
 

@@ -69,8 +69,9 @@ def train_records(path: Path) -> list[Record]:
 def _record(line: str) -> Record | None:
     with contextlib.suppress(ValueError):
         record = json.loads(line)
-        if isinstance(record, dict) and {"kind", "step"} <= record.keys():
-            return record
+        if isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int):
+            has_loss = isinstance(record.get("loss", ""), int | float | None)
+            return record if has_loss or record["kind"] not in ("train", "eval") else None
     return None
 
 

@@ -27,12 +27,16 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 def without_effect(cfg: RunConfig) -> list[str]:
     """Return sentences, with reasons, about options that the user set but that change nothing in this run.
 
-    Only known cases are found. A default value in a file is not listed.
+    Only known cases are found. A default value in a file is not listed. An option for which several rules
+    apply is listed with the first one's reason.
     """
     reasons, origins = [], cfg.origins
+    named: set[str] = set()
     for rule in SWITCHED_OFF:
-        keys = [key for key in rule.keys if _is_written(cfg, key, origins)] if rule.applies(cfg) else []
-        if keys:
+        if not rule.applies(cfg):
+            continue
+        if keys := [key for key in rule.keys if key not in named and _is_written(cfg, key, origins)]:
+            named.update(keys)
             verb = "has" if len(keys) == 1 else "have"
             reasons.append(f"{', '.join(keys)} {verb} no effect: {rule.why}")
     return reasons

@@ -177,6 +177,8 @@ def _grids(
         if ep not in grids:
             raise CheckpointError(f"{directory} lacks expert rank {ep} of {ep_degree}")
         check_complete(grids[ep], directory)
+    if len({frozenset(grid) for grid in grids.values()}) > 1:
+        raise CheckpointError(f"{directory} lacks the files of some expert-parallel ranks")
     return [grids[ep] for ep in range(ep_degree)]
 
 

@@ -33,7 +33,7 @@ class FileChecksums:
     crcs: list[int] = field(default_factory=list)
 
     def update(self, data: bytes | memoryview) -> None:
-        """Append ``data`` to the file."""
+        """Add ``data``, the next bytes of the file, to the length and the checksums."""
         view = memoryview(data)
         position = 0
         while position < len(view):

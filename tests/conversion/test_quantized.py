@@ -128,6 +128,7 @@ def test_one_linear(scheme):
         (GPTQ, {"qweight": np.ones((9, 40), np.int32)}, r"its qweight \[9, 40\] with bits = 4"),
         (GPTQ, {"g_idx": np.zeros(56, np.int32)}, r"a.g_idx is I32 \[56\].*\[64\]"),
         (GPTQ, {"qweight": np.ones((8, 40), np.int64)}, "a.qweight is I64"),
+        (GPTQ | {"format": "gptq", "checkpoint_format": "gptq_v2"}, {}, "differ: gptq and gptq_v2"),
         (GPTQ | {"sym": True}, {"qzeros": np.full((4, 5), -0x77777778, np.int32)}, "than 8.*gptq_v2"),
         (AWQ, {"qzeros": np.ones((4, 40), np.int32)}, r"a.qzeros is I32 \[4, 40\]"),
         (AWQ, {"qweight": np.ones((8, 40), np.int32)}, r"\[8, 40\] with bits = 4 and group_size = 16"),

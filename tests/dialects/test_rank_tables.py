@@ -92,6 +92,7 @@ def renumber(devices: list[dict[str, str]]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda table, one, other: table.update(server_count="3"), "server_count = 3"),
         (lambda table, one, other: table.update(status="initializing"), "must be 'completed'"),
         (lambda table, one, other: other["device"][0].update(rank_id="7"), "rank_id ("),
         (lambda table, one, other: other["device"][-1].update(rank_id="16"), "rank_id ("),

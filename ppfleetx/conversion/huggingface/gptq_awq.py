@@ -66,6 +66,11 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
     _check("quant_method", method, tuple(_READ))
     for key, values in _READ[method].items():
         _check(key, scheme.get(key), values)
+    formats = {scheme.get("format"), scheme.get("checkpoint_format")} - {None}
+    if len(formats) > 1:  # the zero points of the two formats differ by 1
+        raise CheckpointError(
+            f"{QUANTIZATION}: format and checkpoint_format differ: {' and '.join(sorted(formats))}"
+        )
     size = scheme["group_size"]
     if type(size) is not int or (size < 1 and size != -1):
         raise CheckpointError(

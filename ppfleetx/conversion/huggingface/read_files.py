@@ -99,6 +99,10 @@ def _indexed(
             raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
         tensors |= read(directory / name)
         formats.add(format_of(directory / name))
+    if absent := [name for name in where if name not in tensors]:
+        raise CheckpointError(
+            f"{directory / index} lists {shown(absent[0])}, which is not in {shown(where[absent[0]])}"
+        )
     return Stored(tensors, frozenset(formats))
 
 

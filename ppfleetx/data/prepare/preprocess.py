@@ -32,7 +32,7 @@ from ppfleetx.data.indexed_dataset import (
     optimal_dtype,
     refuse_to_replace,
 )
-from ppfleetx.data.prepare.text_corpus import Chunk, Source, documents_of, read_chunks
+from ppfleetx.data.prepare.text_corpus import MOST_SKIPPED, Chunk, Source, documents_of, read_chunks
 from ppfleetx.data.text_files import MAX_DOCUMENT_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.end_processes import process_exists
@@ -357,6 +357,8 @@ def _encode_all(
             report.num_documents += result.num_documents
             report.num_text_bytes += result.num_text_bytes
             bar.advance(chunk.num_disk_bytes / 1e6, counted(report.num_documents, "document", ","))
+            if not report.num_documents and report.problems.counts.total() > MOST_SKIPPED:
+                break
         if report.num_documents == 0:
             raise DataError("\n".join(["there is no document to write", *report.problems.lines()]))
         report.num_tokens = sum(writer.num_tokens for writer in writers.values())

@@ -106,6 +106,9 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 
 CHUNK_BYTES = 2 << 20
+MOST_SKIPPED = 300_000
+"""Number of documents without a text at the start of a corpus after which reading stops: the key is
+probably wrong."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -252,13 +255,17 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
     Invalid documents are skipped. Raises DataError if a file is damaged, or if there is no text."""
-    is_empty = True
+    is_empty, num_skipped = True, 0
     for chunk in read_chunks(sources):
         for document in documents_of(chunk):
             text = _text_of(document, chunk.kind, key)
             if text:
                 is_empty = False
                 yield text
+            else:
+                num_skipped += 1
+        if is_empty and num_skipped > MOST_SKIPPED:
+            break
     if is_empty:
         names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
         under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""

@@ -188,7 +188,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[UserOption],
             place=run.place,
         )
     path, one = Path(run.text(name)), run.given[name]
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / "tokenizer.json" if os.path.isdir(path) else path  # noqa: PTH112 (Path.is_dir raises PermissionError)
     if not os.path.lexists(file) and file.name in _GPT2_WORDS:
         run.notes.append(f"{file} does not exist: GPT-2's {_GPT2_WORDS[file.name]} tokens are assumed")
         return _GPT2_WORDS[file.name], [one], "GPT-2's"
@@ -253,7 +253,7 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
         raise run.error(name, "names no corpus")
     prefixes, weights = weighted_corpora(words)
     for prefix in prefixes:
-        if Path(prefix).is_dir():
+        if os.path.isdir(prefix):  # noqa: PTH112 (Path.is_dir raises PermissionError)
             raise run.error(
                 name, f"{prefix} is a directory; name the pair of files in it without .bin or .idx"
             )

@@ -70,6 +70,11 @@ def read_rank_table(path: Path) -> RankTable:
         value = UNSET if key is None else first["input"]
         raise ConfigError(f"is not a rank table: {rule}", key=key, value=value, place=place) from None
     servers = table.server_list
+    if table.server_count != len(servers):
+        hosts = counted(len(servers), "host")
+        raise ConfigError(
+            f"server_list has {hosts}", key="server_count", value=table.server_count, place=place
+        )
     _refuse_twice("server_id", [server.server_id for server in servers], place)
     for server in servers:
         _refuse_twice("device_id", [one.device_id for one in server.device], f"{place}, {server.server_id}")

@@ -201,7 +201,7 @@ def data(run: Translation) -> None:
     name = "tokenizer_name_or_path"
     if name in run:
         text = run.text(name)
-        if Path(text).is_dir():
+        if os.path.isdir(text):  # noqa: PTH112 (Path.is_dir raises PermissionError)
             run.put("Data.tokenizer.dir", text, name)
         else:
             run.notes.append(f"{name} {text} is not a directory here; a corpus of token ids needs none")
@@ -258,6 +258,12 @@ def recomputation(run: Translation) -> None:
     run.put("Model.recompute_layers", chosen, *names[2:])
 
 
+def profile(run: Translation) -> None:
+    """Translate the steps to profile, which count only with ``profile``."""
+    if run.flag("profile", False):
+        profiler(run)
+
+
 TITLE = "PaddleFormers"
 TABLES = tables_of(read_file("paddleformers"))
 TABLE = KeyTable([key for keys in TABLES.values() for key in keys])
@@ -267,7 +273,7 @@ _RULES: tuple[Rule, ...] = (
     network,
     balancing,
     batches,
-    profiler,
+    profile,
     precision,
     optimizer,
     data,
@@ -319,10 +325,11 @@ def _translated(given: list[UserOption], place: str, world_size: int | None) -> 
 
 def _keys_of_network(one: UserOption) -> Iterator[UserOption]:
     directory = Path(str(one.value))
-    if (directory / _OURS).is_file():
+    # Path.is_file raises PermissionError.
+    if os.path.isfile(directory / _OURS):  # noqa: PTH113
         keys = given_in_file(directory / _OURS, f"{_OURS}.", named=one)
         yield from (key for key in keys if key.key.startswith(f"{_OURS}.Model.") and key.value is not None)
-    elif (directory / CONFIG).is_file():
+    elif os.path.isfile(directory / CONFIG):  # noqa: PTH113
         yield from given_in_file(directory / CONFIG, f"{CONFIG}.", named=one)
     else:
         raise one.error(
