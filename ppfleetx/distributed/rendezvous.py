@@ -257,6 +257,8 @@ class _Reception:
         return True if said is None else self._admit(line, said)
 
     def _admit(self, line: JsonConnection, said: Any) -> bool:
+        if not isinstance(said, dict) or not said.keys() >= {"name", "number", "size", "address"}:
+            return False
         name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
         if number is None:
             name, number = f"{name} ({self._strangers[line]})", len(self._came)

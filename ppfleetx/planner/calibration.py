@@ -101,15 +101,20 @@ def _step_seconds(path: Path) -> list[float]:
     """Read the mean seconds of a step, excluding the wait for data, from each record in ``metrics.jsonl``.
 
     Records of evaluations and records that include warm-up steps are left out. An incomplete last line is
-    ignored.
+    ignored. Raises ConfigError if another line is not a record.
     """
     found, steps = [], 0
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored
-        record = json.loads(line)
-        if record["kind"] == "train":
-            if steps >= _WARM_UP:
-                found.append(record["batch_cost"] - record.get("reader_cost", 0.0))
-            steps += record.get("num_steps", 1)
+        try:
+            record = json.loads(line)
+            if record["kind"] == "train":
+                if steps >= _WARM_UP:
+                    found.append(record["batch_cost"] - record.get("reader_cost", 0.0))
+                steps += record.get("num_steps", 1)
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                "holds a line that is not the record of a step", key="--calibrate", value=path
+            ) from None
     return found
 
 

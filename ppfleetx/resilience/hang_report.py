@@ -152,7 +152,10 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """Return the report that :meth:`to_json` has written. Raises ValueError if it is not complete."""
-        tree = json.loads(text)
+        try:
+            tree = json.loads(text)
+        except ValueError:
+            raise ValueError("not JSON, or incomplete") from None
         if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
             raise ValueError(f"not a rank's report in format {FORMAT}")
         try:

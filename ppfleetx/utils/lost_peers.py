@@ -119,7 +119,9 @@ def ended_peer_in(error: BaseException) -> PeerEndedError | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen: set[int] = set()  # a stored exception that is raised again can be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

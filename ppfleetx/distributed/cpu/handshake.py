@@ -23,6 +23,7 @@ from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 from ppfleetx.utils.machine import interface_address
 
 HANDSHAKE_SECONDS = 30.0
+_GREETING_SECONDS = 10.0  # a rank sends its greeting as soon as it is connected
 MESSAGES, WATCH = range(2)  # the roles of connections
 _GREETING = struct.Struct("!II")  # rank of the sender, role of the connection
 
@@ -105,11 +106,14 @@ def _accept(
         try:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             connection, _ = listener.accept()
-            connection.settimeout(HANDSHAKE_SECONDS)
-            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
-            found[_GREETING.unpack(greeting)] = connection
-        except (OSError, struct.error) as error:
-            raise StartError(f"rank {rank}: {names[min(missing)[0]]} did not connect: {error}") from error
+        except OSError:
+            said = f"{names[min(missing)[0]]} did not connect within {HANDSHAKE_SECONDS:g} s"
+            raise StartError(f"rank {rank}: {said}") from None
+        try:
+            connection.settimeout(_GREETING_SECONDS)
+            found[_GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))] = connection
+        except (OSError, struct.error):  # such as a monitor that probes the port
+            connection.close()
     return found
 
 

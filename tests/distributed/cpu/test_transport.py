@@ -26,16 +26,17 @@ def test_a_rank_that_cannot_be_reached_is_named(monkeypatch, nobody):
         handshake.connect_ranks(1, 3, "127.0.0.1")
 
 
-def test_a_rank_that_does_not_connect_is_named(monkeypatch):
+def test_probes_are_ignored_and_a_rank_that_does_not_connect_is_named(monkeypatch):
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         members = Members(1, ["rank 0", "rank 1", "rank 2"], [listener.getsockname()[:2]] * 3)
         one, two = ((rank, handshake.MESSAGES) for rank in (1, 2))
+        socket.create_connection(members.addresses[0]).close()
         with handshake._connect_to(1, 0, members, handshake.MESSAGES):
             handshake._accept(0, listener, {one}, members.names)[one].close()
         with (
             handshake._connect_to(1, 0, members, handshake.MESSAGES),
-            pytest.raises(StartError, match="rank 0: rank 2 did not connect: timed out"),
+            pytest.raises(StartError, match="rank 0: rank 2 did not connect within 0.5 s"),
         ):
             handshake._accept(0, listener, {one, two}, members.names)
 
