@@ -36,7 +36,7 @@ def test_probes_are_ignored_and_a_rank_that_does_not_connect_is_named(monkeypatc
             handshake._accept(0, listener, {one}, members.names)[one].close()
         with (
             handshake._connect_to(1, 0, members, handshake.MESSAGES),
-            pytest.raises(StartError, match="rank 0: rank 2 did not connect within 0.5 s"),
+            pytest.raises(StartError, match="rank 0: rank 2 did not connect within"),
         ):
             handshake._accept(0, listener, {one, two}, members.names)
 
