@@ -5,8 +5,8 @@
     model = ppfleetx.load("output")
     print(model.generate("Once upon a time").text)
 
-Importing the package imports neither Paddle nor anything else that is slow; its names are looked up when they
-are used. docs/api.md describes them.
+Importing the package is fast: each name is imported from its module on first use, and Paddle only with the
+first name that needs it. docs/api.md describes the names.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command ``ppfleetx``. The console script calls this function."""
     try:
         from ppfleetx.commands.main import main as run
     except KeyboardInterrupt:  # the command itself reports later errors
@@ -14,10 +14,11 @@ def main() -> None:
 
 
 def main_of_rank() -> None:
-    """Run :func:`main` in a rank, which Paddle's launcher has started with the path of this file."""
+    """Run :func:`main` in a rank that Paddle's launcher started with the path of this file. Lines that the
+    rank writes to standard error begin with ``[rank N]``."""
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package whose command started the ranks
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # import the package that started the ranks
     from ppfleetx.commands.launching import mark_errors
 
     mark_errors()

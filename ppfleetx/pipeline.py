@@ -1,5 +1,5 @@
-"""MindFormers' function ``pipeline`` under MindFormers' import path: ``from ppfleetx.pipeline import
-pipeline``.
+"""The function ``pipeline`` at the import path that it has in MindFormers, with ``ppfleetx`` in place of
+``mindformers``: ``from ppfleetx.pipeline import pipeline``.
 """
 
 from ppfleetx.api.mindformers_pipeline import TextGenerationPipeline, pipeline

@@ -1,5 +1,5 @@
-"""Accept a configuration from Python: a YAML file, the name of a shipped configuration or a mapping, with
-overrides."""
+"""Convert the configuration and the overrides that a Python program passes to the forms that ``load_config``
+accepts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PLACE = "argument config"
 
 
 def settings_of(overrides: Overrides | None) -> list[Override]:
-    """Convert overrides to a list for :func:`~ppfleetx.config.loader.load_config`. Accepts a mapping of
-    dotted keys, a mapping of nested sections, a string ``key=value``, or a list of such strings. Raises
+    """Convert overrides to a list for :func:`~ppfleetx.config.loader.load_config`. ``overrides`` is a mapping
+    of dotted keys, a mapping of nested sections, a string ``key=value``, or a list of such strings. Raises
     ConfigError if the list contains anything else."""
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
@@ -46,8 +46,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def config_source(config: Configuration) -> ConfigSource:
-    """Convert a configuration in any accepted form (path, name of a shipped configuration, mapping or
-    ``RunConfig``) to one that :func:`~ppfleetx.config.loader.load_config` accepts."""
+    """Convert a configuration (path, name of a shipped configuration, mapping or ``RunConfig``) to a form
+    that :func:`~ppfleetx.config.loader.load_config` accepts."""
     if isinstance(config, RunConfig):
         return Sections(without_derived(config), _PLACE)
     return Sections(nested(_leaves(config, "")), _PLACE) if isinstance(config, Mapping) else config

@@ -37,8 +37,8 @@ class GenerationModule:
         network.set_state_dict = self._set_state_dict  # type: ignore[method-assign]
 
     def generate(self, text: str | Sequence[str], **options: Any) -> list[str]:
-        """Continue texts. Returns a list with each prompt and its continuation as one text. With
-        ``num_return_sequences`` above 1, there are that many entries for each prompt.
+        """Generate continuations of prompts. Returns a list of strings, each a prompt followed by its
+        continuation. With ``num_return_sequences`` above 1, the list has that many strings for each prompt.
 
         Args:
             text: a prompt or a list of prompts.
@@ -46,8 +46,9 @@ class GenerationModule:
                 ``max_dec_len=50, temperature=0.8``.
 
         Raises:
-            ConfigError: the model has no weights or no tokenizer, or an option is unknown or wrong.
-            DataError: ``text`` is not a text or a list of texts.
+            ConfigError: the model has no weights or no tokenizer, or an option is unknown or has a wrong
+                value.
+            DataError: ``text`` is not a string or a list of strings.
         """
         if not self._has_weights:
             raise ConfigError("the model has no weights yet; give them to module.model.set_state_dict")
@@ -63,9 +64,9 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Set all parameters of the network, in place of Paddle's ``set_state_dict``.
+        """Set all parameters of the network. This method replaces the network's ``set_state_dict``.
 
-        Returns two empty lists, as Paddle's method does if no parameter is missing or unknown.
+        Returns two empty lists (missing and unknown parameters), as Paddle's method does if it succeeds.
 
         Raises:
             CheckpointError: a parameter is missing or unknown, or has a wrong shape.
@@ -100,8 +101,8 @@ class GenerationModule:
 
 
 def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
-    """Fit the weight ``value`` to ``shape``. Only the number of padding rows of a word-embedding table may
-    differ. Raises CheckpointError for any other difference."""
+    """Return the weight ``value`` in the shape ``shape``. The padding rows of a word-embedding table are
+    added or removed as needed. Raises CheckpointError for any other difference in shape."""
     if list(value.shape) == shape:
         return value
     is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]

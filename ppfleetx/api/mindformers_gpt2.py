@@ -1,4 +1,4 @@
-"""``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with the methods that MindFormers' classes of these names have.
+"""``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with the methods of MindFormers' classes of the same names.
 
 docs/api.md lists the cases in which results differ from MindFormers'.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import paddle
 
 Encoded = dict[str, Any]
-"""The result of a tokenizer: ``input_ids``, ``attention_mask`` and ``token_type_ids``, by name."""
+"""The result of a tokenizer: a dict with ``input_ids``, ``attention_mask`` and ``token_type_ids``."""
 _TENSORS = (None, "np", "pd", "ms")
 
 
@@ -39,8 +39,8 @@ class GPT2Config:
 
 
 class GPT2LMHeadModel:
-    """A loaded model with the methods of MindFormers' ``GPT2LMHeadModel``. A call returns logits or, in
-    training mode, the loss.
+    """A loaded model with the methods of MindFormers' ``GPT2LMHeadModel``. Calling the model returns logits
+    or, in training mode, the loss.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -65,7 +65,8 @@ class GPT2LMHeadModel:
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:
-        """Switch training mode on or off. In training mode, a call returns the loss and uses dropout."""
+        """Switch training mode on or off. In training mode, calling the model returns the loss, and dropout
+        is active."""
         self._trains = mode
         self.model.train(mode)
         return self
@@ -74,7 +75,7 @@ class GPT2LMHeadModel:
         """Compute float32 logits ``[b, s, V]`` of token ids ``[b, s]`` (b sequences, s tokens, V vocabulary).
         In training mode, compute the mean next-token loss of ids ``[b, s + 1]`` instead, a scalar.
 
-        End-of-document tokens at the end of a sequence are taken for padding and do not count in the loss.
+        End-of-document tokens at the end of a sequence are treated as padding and do not count in the loss.
 
         Raises:
             DataError: an id is outside the model's vocabulary, a sequence is longer than ``seq_length``, or
@@ -100,13 +101,14 @@ class GPT2LMHeadModel:
         return None if self.model.tokenizer is None else self.model.tokenizer.eod_id
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """Continue one or more prompts, which are texts or token ids. The arguments and results are those of
-        :meth:`GPT.generate`, which this calls."""
+        """Generate continuations of one or more prompts, each a string or token ids. Calls
+        :meth:`GPT.generate`, which describes the arguments and results."""
         return self.model.generate(input_ids, **options)
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Write the weights as a checkpoint below ``directory``, with :meth:`GPT.save`. Returns the
-        checkpoint's directory. Raises CheckpointError if it exists already or cannot be written."""
+        checkpoint's directory. Raises CheckpointError if the checkpoint exists already or cannot be
+        written."""
         return self.model.save(directory)
 
 
@@ -126,8 +128,8 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load a tokenizer from a directory with tokenizer files, a model or a run. Raises DataError if it
-        has no tokenizer."""
+        """Load a tokenizer from ``directory``, which holds tokenizer files, a model or a run. Raises
+        DataError if the directory has no tokenizer."""
         directory = local_directory(directory)
         try:
             return cls(Tokenizer.load(directory))
@@ -156,20 +158,23 @@ class GPT2Tokenizer:
         truncation: bool = False,
         return_tensors: Literal["np", "pd", "ms"] | None = None,
     ) -> Encoded:
-        """Encode texts. Returns ``input_ids``, ``attention_mask`` and ``token_type_ids``, as in transformers.
+        """Encode one or more strings. Returns ``input_ids``, ``attention_mask`` and ``token_type_ids``, as a
+        tokenizer of transformers does.
 
         Args:
-            text: a text or a list of texts. For a list, or with ``return_tensors``, each result begins with a
-                batch dimension.
-            add_special_tokens: whether to put the end-of-document token before and after each text.
-            padding: ``max_length`` pads each text at its end to ``max_length`` tokens; False does not pad.
-            max_length: the largest number of tokens of a text.
-            truncation: True cuts off the end of a longer text; False makes a longer text an error.
+            text: a string or a list of strings. For a list, or with ``return_tensors``, each result begins
+                with a batch dimension.
+            add_special_tokens: whether to put the end-of-document token before and after each string.
+            padding: ``max_length`` pads each sequence at its end to ``max_length`` tokens; False does not
+                pad.
+            max_length: the maximum number of tokens per string, special tokens included.
+            truncation: whether to cut off the end of a longer string. If False, a longer string raises
+                DataError.
             return_tensors: ``np`` for NumPy arrays, ``pd`` (or ``ms``) for Paddle tensors; None: lists.
 
         Raises:
-            DataError: texts have different lengths and are not padded, a text is longer than ``max_length``,
-                or an argument has an unknown value.
+            DataError: sequences have different lengths and are not padded, a string is longer than
+                ``max_length``, or an argument has an unknown value.
         """
         if return_tensors not in _TENSORS or padding not in (False, "max_length"):
             raise DataError(
@@ -211,7 +216,7 @@ class GPT2Tokenizer:
         return [self.pad_token_id, *ids, self.pad_token_id] if special else ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
-        """Decode a sequence of token ids into a text, or a batch of sequences into a list of texts."""
+        """Decode a sequence of token ids into a string, or a batch of sequences into a list of strings."""
         rows = np.asarray(ids)
         if rows.ndim <= 1:
             return self.tokenizer.decode(rows, skip_special_tokens=skip_special_tokens)

@@ -1,4 +1,4 @@
-"""``pipeline`` and ``Trainer`` with MindFormers' interface, for MindFormers' task ``text_generation``."""
+"""``pipeline`` and ``Trainer`` with MindFormers' interface, for the task ``text_generation``."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
 
 class TextGenerationPipeline:
-    """A callable that continues texts, as in MindFormers; create one with :func:`pipeline`. ``options`` are
-    the defaults of every call.
+    """A callable that generates continuations of prompts, as in MindFormers. Create one with
+    :func:`pipeline`. ``options`` are the default options of every call.
     """
 
     def __init__(self, model: GPT, options: dict[str, Any]) -> None:
         self.model, self._defaults = model, options
 
     def __call__(self, inputs: str | Sequence[str], **options: Any) -> list[dict[str, list[str]]]:
-        """Continue texts. Returns ``[{"text_generation_text": [prompt and continuation]}]``, one dict per
-        prompt.
+        """Generate a continuation of each prompt. Returns ``[{"text_generation_text": [string]}]``, with one
+        dict per prompt. The string is the prompt followed by its continuation.
 
         Args:
             inputs: a prompt or a list of prompts.
-            options: ``max_length`` (tokens of prompt and continuation together), ``do_sample`` (False: always
-                take the most likely token), ``top_k``, ``top_p``, ``temperature``, ``repetition_penalty``,
-                ``eos_token_id``, ``seed``.
+            options: ``max_length`` (tokens of prompt and continuation together), ``do_sample`` (False: greedy
+                search), ``top_k``, ``top_p``, ``temperature``, ``repetition_penalty``, ``eos_token_id``,
+                ``seed``.
 
         Raises:
             ConfigError: an option is unknown.
-            DataError: a prompt is not a text, or already has ``max_length`` tokens.
+            DataError: a prompt is not a string, or already has ``max_length`` tokens.
         """
         prompts = as_texts(inputs)
         chosen = self._without_ignored(checked({**self._defaults, **options}))
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Return ``chosen``. If ``do_sample`` is False, leave out options that only sampling uses, such as
-        ``top_k``, and log a warning.
+        """Return the options ``chosen``. If ``do_sample`` is False, options that only sampling uses, such as
+        ``top_k``, are left out, and a warning names them.
 
         Raises:
-            ConfigError: ``chosen`` has such options, ``do_sample`` is not given, and the model does not
-                sample by default.
+            ConfigError: ``chosen`` has options that only sampling uses, ``do_sample`` is not given, and the
+                model does not sample by default.
         """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
@@ -96,7 +96,7 @@ class TextGenerationPipeline:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` unchanged, or raise ConfigError for one that the pipeline does not know."""
+    """Return ``options`` unchanged. Raises ConfigError if the pipeline does not know an option."""
     known = (*_OPTIONS, "do_sample", "max_length")
     for name in options:
         if name not in known:
@@ -110,7 +110,7 @@ def pipeline(
     tokenizer: GPT2Tokenizer | Tokenizer | str | Path | None = None,
     **options: Any,
 ) -> TextGenerationPipeline:
-    """Create a callable that continues texts with a model.
+    """Create a callable that generates continuations of prompts with a model.
 
     Args:
         task: must be ``text_generation``.
@@ -157,8 +157,8 @@ class Trainer:
             (``ppfleetx configs`` lists them), whose model starts from random weights.
         train_dataset, eval_dataset: the data, as for ``train_data`` and ``eval_data`` of
             :class:`ppfleetx.Trainer`.
-        tokenizer: tokenizer for the texts; None: the model's.
-        args: changes of single values of the configuration: a mapping, or strings ``Section.key=value``.
+        tokenizer: encodes the training and evaluation data; None: the model's tokenizer.
+        args: overrides of the configuration: a mapping, or strings ``Section.key=value``.
         callbacks: as for :class:`ppfleetx.Trainer`.
         output_dir: directory of the run.
 
@@ -222,12 +222,13 @@ class Trainer:
         auto_trans_ckpt: bool | None = None,
         resume: bool = False,
     ) -> None:
-        """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. If ``model``
-        is a directory, defaults such as the learning rate are those of the command ``ppfleetx finetune``.
+        """Start a new run from the weights of a checkpoint, at step 0 and with a new optimizer. If ``model``
+        is a directory, the default settings, such as the learning rate, are those of ``ppfleetx finetune``.
 
         Args:
             finetune_checkpoint: the directory of the checkpoint; None: the directory given as ``model``.
-            auto_trans_ckpt: True changes nothing, and False is refused.
+            auto_trans_ckpt: None or True has no effect; False raises ConfigError, because checkpoints are
+                always split as the parallel plan needs.
             resume: continue the run in ``output_dir`` from its last checkpoint instead.
 
         Raises:
@@ -250,7 +251,7 @@ class Trainer:
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
         """Evaluate on ``eval_dataset`` or, without one, on the share of ``train_dataset`` that the
-        configuration sets aside. Returns ``{"loss", "ppl"}`` of the first evaluation set.
+        configuration sets aside. Returns a dict with ``loss`` and ``ppl`` of the first evaluation set.
 
         Args:
             eval_checkpoint: the directory of the model to evaluate; None: the model trained by this object,
@@ -270,15 +271,15 @@ class Trainer:
         input_data: str | Sequence[str] | None = None,
         **options: Any,
     ) -> list[dict[str, list[str]]]:
-        """Continue texts. Returns ``[{"text_generation_text": [prompt and continuation]}]``, one dict per
-        prompt.
+        """Generate a continuation of each prompt. Returns ``[{"text_generation_text": [string]}]``, with one
+        dict per prompt. The string is the prompt followed by its continuation.
 
         Args:
             predict_checkpoint: the directory of a checkpoint; None: the model trained by this object, or else
                 the directory given as ``model``.
             input_data: a prompt, a list of prompts, or a file with one prompt per line.
-            options: options of generation, such as ``max_length`` and ``top_k``. For a list of them, see
-                :meth:`TextGenerationPipeline.__call__`.
+            options: generation options, such as ``max_length`` and ``top_k``.
+                :meth:`TextGenerationPipeline.__call__` lists them.
         """
         if input_data is None:
             raise ConfigError("give input_data: a prompt, a list of them or a file", key="input_data")

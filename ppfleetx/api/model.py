@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 Piece = tuple[int, int, str]
-"""A piece of generated text: (index of the prompt, index of its continuation, text)."""
+"""A piece of generated text: (index of the prompt, index of the prompt's continuation, text)."""
 
 
 class _AbandonedError(Exception):
@@ -47,8 +47,8 @@ class _AbandonedError(Exception):
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Call ``generate`` with a callback in a background thread, and yield what it passes to the callback:
-    (index of the prompt, index of the continuation, piece of text).
+    """Call ``generate`` in a background thread with a callback as its argument. Yields the arguments of each
+    call of the callback: (index of the prompt, index of the continuation, piece of text).
 
     If generation fails, its error is raised after the last piece. Generation stops when the iterator is
     closed.
@@ -116,7 +116,7 @@ class GPT:
     ) -> None:
         self.cfg, self.network, self.tokenizer = cfg, network, tokenizer
         self.generation, self.epoch, self.step = cfg.Generation, epoch, step
-        # The source of the weights and their element types, for save().
+        # For save(): where the weights come from, and their element types in that checkpoint.
         self._source: Mapping[str, Any] = {}
         self._stored: dict[str, str] = {}
         if checkpoint is not None:
@@ -140,7 +140,7 @@ class GPT:
             directory: the path of the model. ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` downloads a model
                 from the Hugging Face hub.
             config: a configuration to use instead of the checkpoint's own.
-            overrides: changes of single values, e.g. ``{"Global.device": "cpu"}``.
+            overrides: overrides of the configuration, e.g. ``{"Global.device": "cpu"}``.
 
         Raises:
             UserError: there is no such directory, it does not hold an intact model, or the model cannot run
@@ -204,11 +204,11 @@ class GPT:
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on (``mode=True``) or off, for a training loop of your own."""
         self.network.train() if mode else self.network.eval()
-        self._generator = None  # it holds copies of the weights, which training changes
+        self._generator = None  # discard its copies of the weights, because training changes the weights
         return self
 
     def eval(self) -> Self:
-        """Switch dropout off. It is off already in a loaded model."""
+        """Switch dropout off. In a loaded model, dropout is off already."""
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
@@ -227,7 +227,7 @@ class GPT:
 
         Raises:
             DataError: an id is outside the model's vocabulary, or a sequence is longer than the model's
-                positions.
+                context length.
         """
         logits_sbv = self.network(self._ids(tokens))
         return logits_sbv[..., : self.cfg.Model.vocab_size].astype("float32").transpose([1, 0, 2])
@@ -237,8 +237,8 @@ class GPT:
         that can be differentiated.
 
         Raises:
-            DataError: an id is outside the model's vocabulary, or a sequence has only one token or more
-                tokens than the model has positions.
+            DataError: an id is outside the model's vocabulary, or a sequence has only one token or is longer
+                than the model's context length.
         """
         from ppfleetx.nn.loss import cross_entropy
 
@@ -281,25 +281,25 @@ class GPT:
         """Generate continuations of one or more prompts.
 
         Args:
-            prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and its
-                results have ids but no text.
+            prompts: a string, a sequence of token ids, or a list of these. A model without a tokenizer
+                accepts only token ids, and its results have ids but no text.
             stream: True returns an iterator over pieces of the text while it is generated. For a list of
                 prompts, it yields tuples (index of the prompt, index of the continuation, piece of text).
             seed: seed for sampling; None: ``Generation.seed`` of the model's configuration, or else its
                 ``Global.seed``.
-            options: keys of the section ``Generation`` that replace the model's own, e.g.
+            options: keys of the section ``Generation`` whose values replace the model's own, e.g.
                 ``max_dec_len=50, temperature=0.8, top_k=5``.
 
         Returns:
             For one prompt, a :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``,
-                ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If
-                ``num_return_sequences`` is above 1, a list of them. For a list of prompts, a list with such a
-                result for each.
+            ``finish_reason``, and ``logprobs`` or the ``score`` of beam search). If ``num_return_sequences``
+            is above 1, a list of Generation objects. For a list of prompts, a list with the result for each
+            prompt.
 
         Raises:
-            ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as
-                ``num_beams`` with sampling).
-            DataError: a prompt is neither a text nor token ids, or a token id is outside the tokenizer's
+            ConfigError: an option is unknown, has a wrong value, or is not used by the decoding strategy
+                (such as ``num_beams`` with sampling).
+            DataError: a prompt is neither a string nor token ids, or a token id is outside the tokenizer's
                 vocabulary.
         """
         if seed is not None:
@@ -378,9 +378,8 @@ class GPT:
     def to_huggingface(self, directory: str | Path) -> Path:
         """Write the model and its tokenizer in Hugging Face's format (``AutoModelForCausalLM``).
 
-        Adapters are merged into the weights they belong to. A model that was loaded from Hugging Face's
-        format keeps its ``config.json`` and ``generation_config.json`` and, as in :meth:`save`, its element
-        type.
+        Adapters are merged into the base weights. A model that was loaded from Hugging Face's format keeps
+        its ``config.json`` and ``generation_config.json`` and, as in :meth:`save`, its element type.
 
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers does not support this network.
@@ -398,8 +397,8 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """Load a model from a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file.
-    :meth:`GPT.from_pretrained`, which this calls, describes the arguments and errors."""
+    """Load a model from a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file. Calls
+    :meth:`GPT.from_pretrained`, which describes the arguments and errors."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
 
 
@@ -407,7 +406,7 @@ def ready(cfg: RunConfig) -> ParallelContext:
     """Prepare this process to run the model of ``cfg``: import Paddle and select the device.
 
     Raises:
-        ConfigError: there is no such device, or the model cannot run there.
+        ConfigError: the configured device does not exist, or the model cannot run on it.
     """
     place = cfg.origins.get("Global.device")
     device = expected_device(cfg.Global.device, place)

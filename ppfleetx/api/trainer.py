@@ -1,4 +1,4 @@
-"""Train from Python with a configuration and your own data, and get the trained model as an object."""
+"""Train from Python with a configuration and your own data, and use the trained model as an object."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """Make a token corpus, ``PREFIX.bin`` and ``PREFIX.idx``, from training data, and return PREFIX. A corpus
-    that exists already is used as it is.
+    """Encode training data as a tokenized corpus, ``PREFIX.bin`` and ``PREFIX.idx``, and return PREFIX. If
+    the corpus exists already, nothing is written.
 
     Args:
-        data: the prefix of an existing corpus, a text file or a folder of text files (also JSON lines), a
-            list of texts, or records with a text under ``text``, such as a ``datasets.Dataset``.
-        tokenizer: encodes the texts. Its end-of-document token ends each text.
+        data: the prefix of an existing corpus, a text or JSON Lines file or a folder of such files, a list of
+            strings, or records with a string under ``text``, such as a ``datasets.Dataset``.
+        tokenizer: encodes the strings, and ends each with its end-of-document token.
         directory: the directory to write the corpus to.
 
     Raises:
-        DataError: there is no such file, no text in it, or no tokenizer.
+        DataError: the file does not exist or has no text, an entry is not a string, or there is no tokenizer.
     """
     if isinstance(data, str | os.PathLike) and Path(idx_path(os.fspath(data))).is_file():
         return os.fspath(data)
     if tokenizer is None:
         raise DataError("texts need a tokenizer: Trainer(..., tokenizer=DIR), or Data.tokenizer.dir")
     if isinstance(data, Iterator):
-        data = list(data)  # it will be read twice
+        data = list(data)  # the data are read twice
     digest = hashlib.sha256(tokenizer.fingerprint.encode())
     for text in texts_of(data):
         digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
@@ -58,9 +58,9 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """Yield the non-empty texts in ``data``: a text file or a folder of text files (also JSON lines), a list
-    of texts, or records with a text under ``text``. Raises DataError if there are none, or an entry is not a
-    text."""
+    """Yield the non-empty strings in ``data``: a text or JSON Lines file or a folder of such files, a list of
+    strings, or records with a string under ``text``. Raises DataError if there is no such string, or an entry
+    is not a string."""
     found = False
     for text in _entries(data):
         found = True
@@ -99,16 +99,17 @@ class Trainer:
 
     Args:
         config: a YAML file, the name of a shipped configuration, nested sections, or a ``RunConfig``.
-        overrides: changes of single values: ``{"Engine.max_steps": 100}`` or ``["Engine.max_steps=100"]``.
-        train_data: the training data, instead of ``Data.Train.dataset.input_dir``: a list of texts, a text
-            file or folder (also JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset``
-            with a column ``text``. Texts are encoded into ``output_dir/data``.
+        overrides: overrides of the configuration: ``{"Engine.max_steps": 100}`` or
+            ``["Engine.max_steps=100"]``.
+        train_data: the training data, instead of ``Data.Train.dataset.input_dir``: a list of strings, a text
+            or JSON Lines file or a folder of such files, the prefix of a ``.bin/.idx`` pair, or a
+            ``datasets.Dataset`` with a column ``text``. Text is encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several by name: ``{"wiki": ..., "code": ...}``.
             None: the share of ``train_data`` that ``Data.Eval.dataset.split`` sets aside, or no evaluation
             data if the configuration has no ``Data.Eval``.
-        tokenizer: tokenizer for the texts: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
+        tokenizer: encodes the text: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
-        callbacks: objects whose methods the training loop calls, see
+        callbacks: objects whose methods the training loop calls; see
             :class:`~ppfleetx.core.engine.callbacks.base.Callback`.
 
     Attributes:
@@ -171,8 +172,8 @@ class Trainer:
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
         """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval``. Before :meth:`fit`, evaluate
-        ``Engine.save_load.ckpt_dir`` instead if it is set. Returns a record with loss and perplexity; for
-        several named sets, ``{name: record}``.
+        ``Engine.save_load.ckpt_dir`` instead if it is set. Returns a record with loss and perplexity or, if
+        ``Data.Eval.sets`` has named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -184,8 +185,8 @@ class Trainer:
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue one or more prompts with the trained model. The arguments and results are those of
-        :meth:`GPT.generate`, which this calls."""
+        """Generate continuations of one or more prompts with the trained model. Calls :meth:`GPT.generate`,
+        which describes the arguments and results."""
         return self.model.generate(prompts, **options)
 
     @property

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import TextGenerator
 
 DEFAULT_NEW_TOKENS = 512
-"""The limit on the tokens of an answer if -o Generation.max_dec_len does not set one. A larger limit in the
-checkpoint's configuration is kept."""
+"""The maximum number of tokens of an answer, unless -o Generation.max_dec_len sets it. A larger maximum in
+the checkpoint's configuration is kept."""
 _QUOTES = '"""'
 HELP = """\
 /system TEXT  set the system message and start over; without TEXT: none
@@ -47,7 +47,7 @@ class Conversation:
     """A conversation with a model.
 
     Attributes:
-        generator: the model.
+        generator: generates the answers with the loaded model.
         template: the chat template, which turns messages into a prompt.
         options: the generation settings; ``max_dec_len`` limits the tokens of an answer.
         seed: the seed of the next answer. Each answer increases it by 1.
@@ -66,9 +66,9 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message to the conversation, and let the model answer it. Returns facts about the answer,
-        such as whether it was cut off. ``on_text`` is called with each new piece of the answer. Ctrl-C
-        stops the answer; its text so far stays in the conversation.
+        """Add the user's message ``text`` to the conversation, and generate the model's answer. Returns facts
+        about the answer, such as whether it was cut off. ``on_text`` is called with each new piece of the
+        answer. Ctrl-C stops the answer; the part that was generated stays in the conversation.
 
         Raises:
             ChatError: the chat template refuses the message, or the message is too long. The conversation is
@@ -86,7 +86,7 @@ class Conversation:
         pieces: list[str] = []
 
         def take(_prompt: int, _copy: int, piece: str) -> None:
-            # The prompt can end before a space, which the model then generates.
+            # Strip the space that the model can generate first, between the prompt and the answer.
             piece = piece if pieces else piece.lstrip()
             if piece:
                 pieces.append(piece)
@@ -108,8 +108,9 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Return the conversation's token ids, and how many of the oldest messages were removed from
-        :attr:`turns` to fit the model's positions."""
+        """Return the token ids of the conversation, and how many messages were removed from it. The oldest
+        messages are removed from :attr:`turns` until the rest and an answer fit the model's context
+        length."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -129,9 +130,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about an answer, which the terminal shows below its text."""
+    """Facts about an answer. The terminal shows them below the answer's text."""
 
-    left_out: int  # messages that the model no longer sees
+    left_out: int  # number of old messages that no longer fit the model's context length
     was_stopped: bool  # by Ctrl-C
     is_cut: bool  # at the length limit
 
@@ -175,8 +176,8 @@ def _options(cfg: RunConfig) -> GenerationConfig:
 
 
 class Terminal:
-    """The user's side of a chat. Reads messages from ``source``, writes answers to ``output``, and everything
-    else, such as help, to ``notes``."""
+    """The terminal interface of a chat. Reads messages and commands from ``source``, writes answers to
+    ``output``, and writes everything else, such as help, to ``notes``."""
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
         self._source, self._output, self._notes = source, output, notes
@@ -218,7 +219,7 @@ class Terminal:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:
-        """Execute a chat command such as ``/help``. Returns False if it ends the conversation."""
+        """Execute a chat command such as ``/help``. Returns False if the command ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -237,8 +238,8 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Yield each message or command that the user enters, as (text, whether it is a command). A message
-        can have several lines."""
+        """Yield each message or command that the user enters, as a tuple (text, whether the text is a
+        command). A message can have several lines."""
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False
@@ -256,8 +257,8 @@ class Terminal:
             yield line
 
     def _line(self, prompt: str) -> str | None:
-        """Read the next line; None at the end of the input. In a terminal, Ctrl-C discards what is typed so
-        far."""
+        """Read the next line; None at the end of the input. In a terminal, Ctrl-C discards the unfinished
+        line."""
         while True:
             try:
                 if self._is_watched:

@@ -1,5 +1,5 @@
-"""Implement ``ppfleetx check`` and ``train --check``: print what a configuration means, such as its parallel
-plan, parameters and batch sizes. Needs neither Paddle nor a device.
+"""Implement ``ppfleetx check`` and ``train --check``: print a report on a configuration, with its parallel
+plan, parameters, batch sizes and memory. Needs neither Paddle nor a device.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     if cfg.Data.Train is not None:
         check_start(cfg)
     token_ids = token_id_lines(cfg)
-    print("\n".join([report, *token_ids]))  # last, because the report ends with success
+    # Print after all checks, because the report says that the configuration is valid.
+    print("\n".join([report, *token_ids]))
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
-    """Describe the configuration: plan, parameters, batches, FLOPs, precision, recompute, memory and
-    schedules. ``device`` None means ``Global.device``, or a GPU if that is ``auto``."""
+    """Return a report on the configuration: plan, parameters, batches, FLOPs, precision, recomputation,
+    memory and schedules. ``device`` is the device of the run; None: ``Global.device``, or a GPU if that is
+    ``auto``. Raises UserError if the configuration names weights that must be converted first, or has invalid
+    callbacks or an invalid schedule."""
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
         from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed
@@ -141,10 +144,11 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> Iterator[str]:
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
-    """Return the fraction of time for which a pipeline stage is idle, if all stages take equally long
-    (Narayanan et al. 2021; for ZB-H1, Qi et al. 2023, table 2)."""
+    """Return the pipeline bubble: the fraction of time for which a stage is idle, if all stages take equally
+    long (Narayanan et al. 2021; for ZB-H1, Qi et al. 2023, table 2)."""
     if plan.pp_schedule == "zb_h1":
-        # The forward pass and both parts of the backward pass take equally long.
+        # This assumes that the forward pass and the two parts of the backward pass (gradients of the inputs
+        # and of the weights) take equally long.
         return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
     return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
 
@@ -205,8 +209,8 @@ def _batch_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
-    """Describe the precision of a run. If ``Global.device`` is ``auto`` on a machine without cards, describe
-    it both for GPUs and for this machine's CPU."""
+    """Describe the precision of a run. If ``Global.device`` is ``auto`` and this machine has only a CPU,
+    describe the precision on GPUs and, if it differs, on this CPU."""
     if cfg.Global.device != "auto":
         return _precision(cfg, cfg.Global.device)
     on_gpus, on_cpu = _precision(cfg, GPU), _precision(cfg, CPU)
@@ -232,8 +236,8 @@ def _precision(cfg: RunConfig, device: str) -> str:
 
 
 def _offload(cfg: RunConfig) -> str:
-    """Describe the host memory of offloaded optimizer states. The figures assume that tensor and pipeline
-    parallelism divide all parameters evenly."""
+    """Describe how much host memory the offloaded optimizer states need. The figures assume that tensor and
+    pipeline parallelism divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     moments = 4 * mean_states(cfg)
     masters = 4 if precision.enable and precision.level == "O2" else 0

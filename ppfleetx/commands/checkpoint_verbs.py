@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-_LONGEST = 512  # tokens per window
+_LONGEST = 512  # maximum number of tokens in a calibration window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class CalibratedOptions(RewritingOptions):
 
 @contextmanager
 def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """Yield the model that the options name: its configuration for a single process, the checkpoint's
-    directory, and the tokenizer or None."""
+    """Context manager that yields the model that the options name: its configuration for a single process,
+    the checkpoint's directory, and the tokenizer or None."""
     from ppfleetx.checkpoint.model_only import load_tokenizer
     from ppfleetx.commands.resolve_model import as_replicas, resolve_model
     from ppfleetx.config.loader import load_config
@@ -87,7 +87,8 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
 
 
 def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError if the model's weights are quantized or have adapters."""
+    """Raise CheckpointError if the model's weights are quantized, or if it has adapters. ``place`` names the
+    model in the error message."""
     if cfg.Compress.Weights is not None:
         raise CheckpointError(
             f"{place} is quantized (Compress.Weights in its configuration), and rounding twice loses more "
@@ -125,7 +126,7 @@ class Quantize(CalibratedOptions):
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The result
     can be used for generation, evaluation, serving and export, under any plan, but it cannot be trained. The
-    word embedding and the head have 8 bits, even with --to int4.
+    word embedding and the output head have 8 bits, even with --to int4.
     """
 
     examples = """\
@@ -211,8 +212,8 @@ class Upcycle(RewritingOptions):
     """Make a mixture of experts from a dense model. Each expert starts as a copy of the MLP.
 
     CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The
-    routers start from random values. Without noise, the mixture first computes the same as the dense model
-    (docs/moe.md). -o sets other keys of Model.moe.
+    routers start from random values. Without --noise, the untrained mixture computes the same outputs as the
+    dense model (docs/moe.md). -o sets other keys of Model.moe.
     """
 
     examples = """\

@@ -16,7 +16,7 @@ from ppfleetx.config.errors import ConfigError
 class Configs(Command):
     """List the configurations that ship with ppfleetx, or copy one to edit.
 
-    Other verbs take these names after -c; `gpt/` may be left out.
+    Other verbs accept these names after -c; the prefix `gpt/` may be left out.
     """
 
     examples = """\

@@ -28,13 +28,13 @@ class Convert(Command):
                        files are safetensors, pytorch_model.bin or model_state.pdparams, sharded or not. The
                        model_type must be listed below
       --from gguf      a GGUF file of llama.cpp with any element type that the library gguf can read.
-                       docs/converting.md lists the kinds of networks
+                       docs/converting.md lists the supported architectures
       --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
       --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
       --from ppfleetx  anything Engine.save_load.ckpt_dir accepts
 
     With --to gguf, --output is a new file. Tensors are converted one at a time. Pickled files are read
-    without running anything in them.
+    without executing any code in them.
 
     The model types of --from hf and --to hf:
       gpt2, llama, qwen2, qwen3, mistral, gpt_neox, gemma, gemma2, gemma3_text, granite, minicpm,
@@ -137,9 +137,7 @@ def parse_plan(text: str) -> ParallelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Command):
-    """Merge trained adapters (Model.lora) into the weights that they belong to, and write a checkpoint
-    without adapters.
-    """
+    """Merge trained adapters (Model.lora) into the base weights, and write a checkpoint without adapters."""
 
     checkpoint: str | None = positional("CHECKPOINT", "the directory of a run, or one of its checkpoints")
     input: str | None = option("another way to name CHECKPOINT", metavar="DIR")

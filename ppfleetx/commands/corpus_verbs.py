@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectData(Command):
-    """Show the contents of a tokenized corpus, compare it with its checksums, or write checksums for it.
+    """Show the contents of a tokenized corpus, verify its checksums, or write checksums for it.
 
     Exit code: 0 no damage; 1 damage was found (--verify); 2 there is no readable corpus, or the command line
     is wrong.
@@ -71,7 +71,8 @@ def verify(prefix: str) -> int:
 
 
 def write_checksums(prefix: str) -> None:
-    """Compute the checksums of a corpus and write them beside it. Raises DataError if it already has some."""
+    """Compute the checksums of a corpus and write them beside it. Raises DataError if the corpus already has
+    checksums."""
     from ppfleetx.data.checksums import checksums_path, compute_checksums
     from ppfleetx.data.indexed_dataset import IndexedDataset
 
@@ -128,8 +129,8 @@ def _size(prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibCorpus(Command):
-    """Write the source files of this Python's standard library as json lines. This is a text corpus for
-    experiments, which needs no download.
+    """Write the source files of Python's standard library, as installed here, as JSON Lines. This is a text
+    corpus for experiments that needs no download.
     """
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
@@ -164,7 +165,7 @@ class Index(ConfigOptions):
         configure_logging()
         cfg = load_config(self.config, self.override)
         parts = [("Train", "Train", cfg), *_evaluation_parts(cfg), ("Test", "Test", cfg)]
-        for _, mode, one in parts:  # a run works without a cache directory, but this verb does not
+        for _, mode, one in parts:  # unlike a run, this verb needs writable cache directories
             section = getattr(one.Data, mode)
             if section is not None and section.dataset.cache_dir is not None:
                 made_directory(one, f"Data.{mode}.dataset.cache_dir")

@@ -14,8 +14,8 @@ from ppfleetx.utils.launcher_env import world_size
 
 @dataclass(frozen=True, kw_only=True)
 class Export(ModelOptions):
-    """Export a checkpoint as a stand-alone program that generates text. Checkpoints of all parallel plans can
-    be exported.
+    """Export a checkpoint as a stand-alone program that generates text. The checkpoint can be from a run with
+    any parallel plan.
     """
 
     examples = """\
@@ -68,7 +68,8 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelOptions):
-    """Serve a checkpoint over HTTP, with OpenAI's completions interface and a page to try it."""
+    """Serve a checkpoint over HTTP, with OpenAI's API (completions, chat, embeddings) and a web page to try
+    the model."""
 
     examples = """\
 examples:

@@ -25,8 +25,8 @@ class Doctor(LaunchOptions, OptionalConfigOptions):
     Without options, it checks this machine: libraries, environment variables, Paddle, its kernels, the GPU,
     and the losses of tiny models. With -c, it also checks what that configuration needs: data, tokenizer,
     output directory and memory. With --nproc, it starts ranks as training does, compares their findings, and
-    tries every kind of communication in each process group of the plan. With --nnodes, it first checks that
-    the machines can reach each other. The exit code is 1 if something failed, else 0.
+    tests every collective in each process group of the plan. With --nnodes, it first checks that the machines
+    can reach each other. The exit code is 1 if something failed, else 0.
     """
 
     examples = """\
@@ -48,7 +48,8 @@ examples:
         in its table instead."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Check the network between machines, launch the ranks, and print a table of all findings."""
+        """Check the network between machines, launch the ranks, and print a table of all findings. The ranks
+        are launched by a child process, which runs this command again."""
         self.refuse_unusable()
         refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
@@ -59,7 +60,7 @@ examples:
         except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
             return _show([broken_row(error)], 1, as_object=self.json)
 
-        if DIRECTORY_VARIABLE in os.environ:  # this process is a rank
+        if DIRECTORY_VARIABLE in os.environ:  # this process is the child that launches the ranks
             end_child_with_parent()
             return super().launch(verb, arguments)
         logs = None if self.log_dir is None else Path(self.log_dir)
@@ -98,7 +99,8 @@ examples:
 
 
 def _check_single_process(target: Target) -> list[Row]:
-    """Run the checks of one process. If Paddle cannot be imported, run only those that do not need it."""
+    """Run the checks of one process. If Paddle cannot be imported, run only the checks that do not need
+    Paddle."""
     from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all
@@ -112,7 +114,7 @@ def _check_single_process(target: Target) -> list[Row]:
 
 def _target(options: Doctor) -> Target:
     """Return the target of the checks: this process's rank and device, and the configuration. If the
-    configuration cannot be read, the target has a row for the table that says why."""
+    configuration cannot be read, the target has a report row with the reason instead."""
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
     from ppfleetx.doctor.results import Target, fail

@@ -48,7 +48,7 @@ class Perplexity:
         file: path of the text.
         detokenizer: name of the rules that changed the text before it was encoded.
         num_tokens: the number of tokens.
-        num_words: the number of words of the file, separated by single spaces.
+        num_words: the number of words in the file. Words are separated by single spaces.
         loss: the mean negative log probability of every token but the first, in nats.
         ppl: exp(loss), the perplexity per token.
         token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
@@ -95,8 +95,8 @@ def run(options: Evaluate) -> None:
 
 
 def _shorter_windows(job: ModelSource) -> list[Setting]:
-    """Return settings that shorten the evaluation's windows to the model's number of positions. The list is
-    empty if the windows fit already, or if the user set their length.
+    """Return settings that shorten the evaluation's windows to the model's context length. The list is empty
+    if the windows fit already, or if the user set their length.
     """
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
@@ -110,7 +110,7 @@ def _shorter_windows(job: ModelSource) -> list[Setting]:
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """Evaluate with a loaded configuration, and print the result."""
+    """Evaluate the checkpoint that a loaded configuration names, and print the result."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
@@ -145,8 +145,8 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
-    """Read and encode the text of ``Offline_Eval``. Returns sliding windows for the perplexity, or texts
-    whose last words the model is to predict."""
+    """Read and encode the file ``Offline_Eval.eval_path``. Returns sliding windows for the perplexity, or,
+    with ``cloze_eval``, texts whose last words the model must predict."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
@@ -157,7 +157,8 @@ def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
     """Score the encoded texts in ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the
-    result, which is the same on all ranks, and the settings of the evaluation."""
+    result, which is the same on all ranks, and facts about the evaluation, such as the checkpoint's step and
+    the length of the windows."""
     from ppfleetx.commands.train import build_runner, find_weights
 
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
@@ -188,7 +189,7 @@ def sum_over_windows(
     ``SlidingWindows``, or the number of correct predictions for ``LastWords``. The sum is NaN if a logit is
     not finite."""
     section = cfg.Offline_Eval
-    # Lengths must be a multiple of the number of parts into which the plan splits sequences.
+    # The plan splits each window into this many parts, so the length of a window must be a multiple of it.
     parts = cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
     batches = window_batches(windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=parts)
     num_steps = num_batches(windows, section.batch_size, ctx.data_size)
@@ -237,7 +238,7 @@ def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float)
 
 
 def table(result: Result) -> str:
-    """Format an evaluation's result as a table with a name and a value in each row."""
+    """Format an evaluation's result as a table. Each row has the name and the value of one field."""
     rows = {name.replace("_", " "): _cell(value) for name, value in asdict(result).items()}
     width = max(len(name) for name in rows)
     rule = "-" * (width + 2 + max(len(cell) for cell in rows.values()))
@@ -251,7 +252,8 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write a result and its settings ``about`` as JSON, with null for numbers that are not finite."""
+    """Write a result and the facts ``about`` the evaluation to the file ``path`` as JSON. Numbers that are
+    not finite become null."""
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}
     plain = {

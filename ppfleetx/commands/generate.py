@@ -45,7 +45,8 @@ def run(options: Generate) -> None:
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """Continue the prompts of a loaded configuration. Print the results, and write them to ``output``."""
+    """Generate continuations of the prompts that a loaded configuration names. Prints the results and, if
+    ``output`` is given, writes them to this JSON Lines file."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)
@@ -57,8 +58,9 @@ def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
 
 
 def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
-    """Load the checkpoint and continue the prompts, split among the data-parallel ranks. Rank 0 prints all
-    results in order and, if ``output`` is given, writes them to this jsonl file."""
+    """Load the checkpoint, and generate continuations of the prompts, which are split among the data-parallel
+    ranks. Rank 0 prints all results in order and, if ``output`` is given, writes them to this JSON Lines
+    file."""
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         generator = load_generator(cfg, ctx)
         PROGRESS.is_under_way = True
@@ -72,8 +74,8 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Continue the prompts, which are split among the data-parallel ranks. All ranks must call this, and all
-    get the results of all prompts, in order. Rank 0 prints them."""
+    """Generate continuations of the prompts, which are split among the data-parallel ranks. All ranks must
+    call this function. Each rank gets the results of all prompts, in order. Rank 0 prints the results."""
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Tensor-parallel ranks communicate here. They have the same prompts and so raise the same errors.
@@ -136,7 +138,8 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Raise ConfigError if the command line sets a ``Generation`` key that the strategy does not use."""
+    """Raise ConfigError if the command line sets a ``Generation`` key that the decoding strategy does not
+    use."""
     arguments = [key for key, place in cfg.origins.items() if is_argument(place)]
     given = [key.removeprefix("Generation.") for key in arguments if key.startswith("Generation.")]
     if (unread := cfg.Generation.first_unused_option(given)) is not None:
@@ -149,8 +152,8 @@ def check_options(cfg: RunConfig) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Raise an error if ``Engine.save_load.ckpt_dir`` holds a classifier or no checkpoint at all. No tensor
-    is read."""
+    """Raise ConfigError if the configured model is a classifier, and CheckpointError if
+    ``Engine.save_load.ckpt_dir`` holds no checkpoint. No tensor is read."""
     if not cfg.Model.task.continues_text:
         raise cfg.error(
             "Model.module",
@@ -208,8 +211,8 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
 
 
 def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
-    """Return a function that loads the assistant model for speculative decoding
-    (``Generation.assistant_model``). Each process holds the whole model."""
+    """Return a function that loads the assistant (draft) model for speculative decoding from the place that
+    ``Generation.assistant_model`` names. Each process holds the whole assistant model."""
 
     def load(place: str) -> Assistant:
         from ppfleetx.commands.resolve_model import resolve_model
@@ -227,8 +230,9 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer that ``Data.tokenizer`` names, or else the one stored in or beside the checkpoint.
-    The stored tokenizer is also used if the named directory no longer exists because the run was moved."""
+    """Load the tokenizer that ``Data.tokenizer`` names, or else the tokenizer that is stored in or beside the
+    checkpoint. The stored tokenizer is also used if the named directory no longer exists because the run was
+    moved. Raises ConfigError if there is no tokenizer."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
@@ -346,8 +350,8 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """Write prompts and results to the jsonl file ``output``, unless it is None. All ranks must call this;
-    rank 0 writes. If that fails, every rank raises ConfigError."""
+    """Write prompts and results to the JSON Lines file ``output``, unless ``output`` is None. All ranks must
+    call this function; rank 0 writes. If the file cannot be written, every rank raises ConfigError."""
     if output is None:
         return
     lines = []

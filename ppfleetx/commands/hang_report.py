@@ -20,7 +20,8 @@ _SHOWN_FAULTS = 5
 
 
 def print_report(options: HangReport) -> None:
-    """Print why the last hang happened, according to the reports of all ranks, and a line for each rank."""
+    """Print why the job last hung, according to the reports of all ranks, and then a line for each rank. With
+    ``--json``, print one JSON object instead."""
     reports = _newest_reports(options.directory)
     explanation = explain(reports)
     if options.json:
@@ -31,8 +32,8 @@ def print_report(options: HangReport) -> None:
 
 
 def _newest_reports(directory: Path) -> dict[int, Report]:
-    """Return the reports of the last hang, by rank. ``directory`` contains reports, or is the output
-    directory of a run."""
+    """Return the reports of the last hang, by rank. ``directory`` contains the reports, or is the output
+    directory of a run. Raises UserError if there is no report."""
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")
     faults: dict[Path, str] = {}

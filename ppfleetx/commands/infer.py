@@ -34,7 +34,8 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 
 
 def run(options: Infer) -> None:
-    """Continue the prompts, split among the processes; rank 0 prints and writes all results in order."""
+    """Generate continuations of the prompts with the exported model. The prompts are split among the
+    processes. Rank 0 prints and writes all results in order."""
     if options.export is None and options.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     config = options.config or _config_of(options.export)
@@ -89,7 +90,8 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
     """Return the configuration without the paths of the original weights, which an exported model does not
     need."""
-    # Model.lora.base is the path of frozen weights. Both paths may be missing where the export is used.
+    # Model.lora.base is the path of frozen weights. Neither path needs to exist on the machine that uses the
+    # export.
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     return cfg.changed("Engine", save_load=save_load).changed("Model", lora=None)
 

@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 def initialize(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
-    """Read a configuration, refuse it if it cannot run, choose the device and connect the ranks. Returns the
+    """Read a configuration, check that it can run, choose the device and connect the ranks. Returns the
     configuration and this process's parallel context.
 
     Args:
         reads: the sections of ``Data`` that the program will read, such as ``Train``.
 
     Raises:
-        UserError: something is wrong, missing or not supported.
+        UserError: the configuration is invalid or not supported, or a file or a library is missing.
     """
     return start_with(load_config(path, overrides, world_size=world_size()), reads=reads)
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """Refuse the loaded configuration ``cfg`` if it cannot run; otherwise choose the device and connect the
-    ranks. Returns ``cfg`` and this process's parallel context.
+    """Check that the loaded configuration ``cfg`` can run, choose the device and connect the ranks. Returns
+    ``cfg`` and this process's parallel context.
 
     Args:
         reads: the sections of ``Data`` that the program will read, such as ``Train``.
 
     Raises:
-        UserError: something is wrong, missing or not supported.
+        UserError: the configuration is invalid or not supported, or a file or a library is missing.
     """
     main = rank() == 0
     logger = configure_logging(quiet=not main and not cfg.plan.reports_loss(rank()))
@@ -100,7 +100,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
 
 def made_directory(cfg: RunConfig, key: str) -> Path:
     """Create the directory that the configuration key ``key`` names, and return its path. Raises ConfigError
-    if it cannot be written."""
+    if the directory cannot be written."""
     path = Path(cfg.value_of(key))
     if rule := why_not_writable(path):
         raise cfg.error(key, rule)

@@ -91,7 +91,8 @@ class LaunchOptions(Command):
             load_config(config, self.override, world_size=self.num_processes)
 
     def refuse_unusable(self) -> None:
-        """Raise ConfigError if the log directory is not writable or ``--devices`` is no list of numbers."""
+        """Raise ConfigError if the log directory is not writable or ``--devices`` is not a list of
+        numbers."""
         if self.log_dir is not None:
             refuse_unwritable(Path(self.log_dir), "--log-dir")
         if self.devices is not None and not all(one.strip().isdecimal() for one in self.devices.split(",")):
@@ -101,8 +102,8 @@ class LaunchOptions(Command):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of processes of the whole job, if the options give it. None: one process for each
-        card."""
+        """The number of processes of the whole job, or None if the options do not set it: each card then gets
+        one process."""
         here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
         return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
 
@@ -164,7 +165,7 @@ def mark_errors() -> None:
 
 
 class MarkedStream(io.TextIOBase):
-    """A text stream that puts ``[rank N] `` before each line and writes it to another stream."""
+    """A text stream that writes to ``stream``, with ``[rank N] `` before each line."""
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

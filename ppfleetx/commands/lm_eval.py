@@ -62,12 +62,12 @@ def _check(options: LmEval) -> None:
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
-    """Return a ``TaskManager`` of lm-evaluation-harness that knows all of ``tasks``. ``include_path`` is a
-    directory with further task definitions. Raises ConfigError for an unknown task.
+    """Return a ``TaskManager`` of lm-evaluation-harness that has definitions of all ``tasks``.
+    ``include_path`` is a directory with further task definitions. Raises ConfigError for an unknown task.
     """
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None:  # the harness takes half a minute to list its own thousands of tasks
+    if include_path is not None:  # try it alone first: listing the harness's own tasks takes 30 s
         manager = TaskManager(include_path=include_path, include_defaults=False)
         if all(manager.match_tasks([name]) for name in tasks):
             return manager

@@ -1,4 +1,4 @@
-"""The class through which lm-evaluation-harness, an optional dependency, evaluates our checkpoints."""
+"""Adapt our checkpoints to lm-evaluation-harness, an optional dependency."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppfleetx.parallel.step import to_tensors
 from ppfleetx.utils.progress_bar import ProgressBar
 
 _DEFAULT_NEW_TOKENS = 256
-# Options of tasks under the names of our section Generation.
+# The harness's name of an option -> our name in the section Generation.
 _SAME_MEANING = {
     "top_k": "top_k",
     "top_p": "top_p",
@@ -39,13 +39,14 @@ _SAME_MEANING = {
 
 
 class HarnessModel(TemplateLM):
-    """Adapts a checkpoint to the model interface of lm-evaluation-harness. If context and continuation are
-    too long for the model, the beginning of the context is cut off. If the continuation alone is too long,
-    scoring raises DataError.
+    """A checkpoint with the model interface of lm-evaluation-harness. If a context and its continuation
+    together are longer than the model's context length, the beginning of the context is cut off. If the
+    continuation alone is longer, scoring raises DataError.
 
     Args:
-        vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
-        batch_size: the number of texts per forward pass.
+        generator: the loaded model and its tokenizer.
+        vocab_size: ``Model.vocab_size``, without padding. Probabilities are over these tokens.
+        batch_size: the number of sequences per forward pass.
     """
 
     def __init__(self, generator: Generator, vocab_size: int, *, batch_size: int = 8) -> None:
@@ -59,7 +60,8 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that comes before a text without context: BOS, or else the end-of-text token."""
+        """The token that replaces an empty context: BOS if the tokenizer has one, else the end-of-text
+        token."""
         return self._tokenizer.start_id
 
     @property
@@ -68,9 +70,10 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text that the model is to continue. No end-of-text token is appended, even if the
-        tokenizer normally appends one."""
-        # BOS is prepended if transformers prepends it. The harness's own models do so with
+        """Encode a prompt. Tokens that the tokenizer puts before a text, such as BOS, are prepended unless
+        ``add_special_tokens`` is False. No end-of-text token is appended, even if the tokenizer normally
+        appends one."""
+        # `prefix_ids` has BOS if transformers prepends it. The harness's own models prepend it with
         # add_bos_token=True.
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
@@ -78,8 +81,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log probability of each continuation after its context, and whether greedy decoding
-        would produce it. Overrides the harness's method, which may put two BOS tokens before a context."""
+        """Return, for each request, the log probability of the continuation given the context, and whether
+        greedy decoding would produce the continuation. Overrides the harness's method, which can put two BOS
+        tokens before a context."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:
@@ -96,10 +100,11 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Return the log probability of each continuation after its context, and whether greedy decoding
-        would produce it. A request is a tuple (unused, context ids, continuation ids). An empty continuation
-        gives (0, True). If there are too many tokens for the model, the beginning of the context is left out.
-        Raises DataError if a continuation alone has more than `max_length` tokens."""
+        """Return, for each request, the log probability of the continuation given the context, and whether
+        greedy decoding would produce the continuation. A request is a tuple (unused, context ids,
+        continuation ids). An empty continuation gives (0, True). If a request is longer than the model's
+        context length, the beginning of the context is left out. Raises DataError if a continuation alone has
+        more than `max_length` tokens."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):
@@ -139,8 +144,8 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of each whole text. A text that is too long for the model is scored in
-        windows, each token once."""
+        """Return the log probability of each request's string. A string that is longer than the model's
+        context length is scored in windows, each token once."""
         parts, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text, add_special_tokens=False)
@@ -155,7 +160,8 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return each text's continuation, cut off before the first of the request's stop strings."""
+        """Generate a continuation of each request's context. Returns the continuations, each cut off before
+        the first stop string of its request."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -184,7 +190,7 @@ class HarnessModel(TemplateLM):
             options["stop"] = tuple(stops) or None
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         results = self._generator.generate(prompts, _section(options), batch_rows=self._batch_size)
-        # Beam search does not support stop strings, so cut the texts here.
+        # Beam search does not support stop strings, so cut the continuations here.
         return [_before(generations[0].text, stops) for generations in results]
 
 
@@ -201,8 +207,8 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Translate the generation options of a task of lm-evaluation-harness. Returns options of our section
-    ``Generation``, and a list of stop strings.
+    """Translate the generation options of an lm-evaluation-harness task to options of our section
+    ``Generation``. Returns these options, and the task's stop strings.
 
     Args:
         asked: the task's options for ``generate_until``.

@@ -101,7 +101,8 @@ class Compare(OptionalConfigOptions):
 
 
 def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
-    """Train one of the two runs, ``a`` or ``b``, and return its records of training steps."""
+    """Train one of the two runs, ``a`` or ``b`` (``side``), and return its records of training steps. Raises
+    UserError if the run fails."""
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import find_config
 

@@ -82,8 +82,9 @@ def number(record: Record, key: str) -> float:
 
 
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """Return the curves of a run by name: ``train``, and ``eval`` or, for a named evaluation set, ``eval
-    NAME``. A curve is (steps, values). ``key`` names the values, such as ``loss``."""
+    """Return the curves of the quantity ``key``, such as ``loss``, by name. A curve is (steps, values). The
+    training curve is named ``train``. An evaluation curve is named ``eval``, or ``eval NAME`` if the
+    evaluation set has a name."""
     series: Series = {}
     for record in records:
         if record["kind"] in ("train", "eval") and key in record:
@@ -95,7 +96,8 @@ def series_of(records: Sequence[Record], key: str) -> Series:
 
 
 def draw_losses(records: Sequence[Record]) -> Any:
-    """Return a figure of a run's losses: a thin line for training, marked points for evaluations."""
+    """Return a figure of a run's losses: a thin line for training, a line with markers for each evaluation
+    set."""
     figure, axes = import_pyplot().subplots(figsize=(8, 4.5))
     series = series_of(records, "loss")
     axes.plot(*series["train"], linewidth=0.8, label="training")
@@ -132,8 +134,8 @@ def import_pyplot() -> Any:
 
 
 def refuse_as_picture(path: Path, option: str) -> None:
-    """Raise ConfigError if ``path`` does not end like a picture file (.png, .svg, .pdf, .jpg), or its
-    directory does not exist."""
+    """Raise ConfigError if the extension of ``path`` is not .png, .svg, .pdf or .jpg, or if its directory
+    does not exist. ``option`` is the command-line option that gave the path."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
     if not path.parent.is_dir():

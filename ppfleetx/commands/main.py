@@ -26,7 +26,7 @@ class Verb:
 
     Attributes:
         name: the word after ``ppfleetx``.
-        place: module and name of its class, such as ``train_verbs:Train``.
+        place: module and name of the verb's class, such as ``train_verbs:Train``.
         help: the description in the list of verbs.
     """
 

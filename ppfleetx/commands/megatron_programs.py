@@ -1,5 +1,5 @@
-"""Implement the programs in ``projects/megatron`` and ``projects/paddleformers``, which take the same
-arguments as those of Megatron-LM and PaddleFormers: prepare GPT-2's corpus, train, and show results.
+"""Implement the programs in ``projects/megatron`` and ``projects/paddleformers``. They take the arguments of
+Megatron-LM and PaddleFormers, and prepare GPT-2's corpus, train, and show results.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """Run ``train_full_8p.sh`` or ``train_performance_8p.sh``: train on eight ranks, and print a table of
     results. The logs of an earlier run are renamed first, and so is its output directory unless the run is
-    resumed. Returns the launcher's exit code."""
+    resumed. ``evaluates`` is whether the run is evaluated during training. Returns the launcher's exit
+    code."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
@@ -199,8 +200,8 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text_to_encode(output_dir: Path, extracted: Path) -> Path:
-    """Return the text file to encode. A missing file is made from ``extracted``, the output of
-    WikiExtractor."""
+    """Return the path of the text file to encode. If the file does not exist, it is made by joining the files
+    in ``extracted``, the output directory of WikiExtractor."""
     text = output_dir / _TEXT
     if text.exists():
         return text

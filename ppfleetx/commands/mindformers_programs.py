@@ -1,5 +1,5 @@
-"""Implement the programs in ``projects/mindformers``, which take the same arguments as MindFormers'
-``run_mindformer.py`` and ``convert_weight.py``.
+"""Implement the programs ``run_mindformer.py`` and ``convert_weight.py`` in ``projects/mindformers``, which
+take the same arguments as MindFormers' programs of these names.
 """
 
 from __future__ import annotations
@@ -153,14 +153,15 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert a GPT-2 checkpoint of Hugging Face to our format. A ``config.json``, a
-    ``generation_config.json`` and tokenizer files beside it are used too. Returns the directory of the new
-    checkpoint.
+    """Convert a GPT-2 checkpoint of Hugging Face to our format. The files ``config.json`` and
+    ``generation_config.json`` and tokenizer files are read too if they are beside the checkpoint. Returns the
+    directory of the new checkpoint.
 
     Args:
         torch_path: a file in the format of ``pytorch_model.bin`` or ``model.safetensors``.
         layers: the number of layers that the file must have.
-        num_heads: the number of attention heads, if there is no ``config.json``; None: heads have width 64.
+        num_heads: the number of attention heads; None: heads of size 64. Only used if there is no
+            ``config.json``.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))

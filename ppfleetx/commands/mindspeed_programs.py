@@ -28,7 +28,7 @@ Without a file it reads pretrain_gpt_38BV3.yaml of its own folder; docs/dialects
 
 def run(argv: Sequence[str], default: Path) -> None:
     """Run the program ``projects/mindspeed/pretrain_gpt.py``: train with the arguments of MindSpeed.
-    ``default`` is the YAML file to read if none is named.
+    ``default`` is the YAML file to read if ``argv`` names none.
     """
 
     def translate(arguments: list[str], world: int | None) -> Translation:
@@ -39,8 +39,9 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """Stand in for MindSpore's ``msrun``: start the ranks of a script with Paddle's launcher, and name the
-    log files as MindSpore does. Returns the launcher's exit code, or 0 at once with ``--join=False``."""
+    """Start the ranks of a script with Paddle's launcher, as MindSpore's ``msrun`` starts them, and name the
+    log files as MindSpore does. Returns the launcher's exit code; with ``--join=False``, returns 0 without
+    waiting for the ranks."""
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, args.local_worker_num)
     if rest:

@@ -26,7 +26,8 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The source of a model's configuration: a file or a checkpoint, and overrides."""
+    """A model's configuration before it is loaded: a file or a checkpoint's own configuration, and
+    overrides."""
 
     config: ConfigSource
     overrides: list[Override]
@@ -52,8 +53,8 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[ModelSource]:
-        """Context manager that yields a :class:`ModelSource`, which loads the configuration of the model that
-        these options name. ``settings`` are additional overrides of the configuration."""
+        """Return a context manager that yields a :class:`ModelSource`, which loads the configuration of the
+        model that these options name. ``settings`` are additional overrides of the configuration."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -67,11 +68,12 @@ def job_of(
     option: str = "CHECKPOINT",
 ) -> Iterator[ModelSource]:
     """Context manager that yields the source of the configuration for the model in ``checkpoint``. A model in
-    another format may be converted to temporary files, which are removed at the end.
+    Hugging Face's or GGUF format is converted to temporary files, which are removed when the context ends.
 
     Args:
         checkpoint: the model; None: the configuration names it.
         config: the configuration to use; None: the model's own.
+        overrides: the user's overrides of the configuration.
         key: the configuration key to set to the checkpoint's directory.
         option: the command-line option that gave ``checkpoint``, for messages.
     """

@@ -21,7 +21,8 @@ CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name tha
 
 
 def imported(place: str) -> Any:
-    """Import what ``place`` names, as ``module:name`` within ``ppfleetx.commands``."""
+    """Import and return the class or function ``place``, given as ``module:name`` within
+    ``ppfleetx.commands``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
 
@@ -80,10 +81,10 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """Parse command-line arguments (None: those of this process) to an object of this class. Raises
-        SystemExit if they are wrong or contain ``--help``."""
+        """Parse command-line arguments (None: the arguments of this process) to an object of this class.
+        Raises SystemExit if they are wrong or contain ``--help``."""
         parser = cls.parser(program)
-        # Ordinary parsing needs all positional arguments in one place, so no prompt could follow an option.
+        # parse_args needs all positional arguments in one place, so no prompt could follow an option.
         parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args
         given = vars(parse(arguments))
         return cls(
@@ -99,11 +100,11 @@ def option(
     group: str | None = None,
     **how: Any,
 ) -> Any:
-    """Declare a field of a :class:`Command` as a command-line option. It is named after the field:
+    """Declare a field of a :class:`Command` as a command-line option. The option is named after the field:
     ``max_steps`` becomes ``--max-steps``.
 
-    The field's type determines how it is parsed: a ``bool`` takes no value, a ``Literal`` is a choice, and a
-    tuple takes several words.
+    The field's type determines how the option is parsed: a ``bool`` takes no value, a ``Literal`` is a
+    choice, and a tuple takes several words.
 
     Args:
         help: the text in ``--help``, or a function that returns it.
@@ -124,20 +125,21 @@ def switch(help: str, *flags: str) -> Any:
 
 
 def repeated(help: str, *flags: str, metavar: str) -> Any:
-    """Declare a field of a :class:`Command` as a command-line option that may be given many times, each time
-    with one value, which ``--help`` calls ``metavar``. The field is a tuple of these values."""
+    """Declare a field of a :class:`Command` as a command-line option that may be repeated. Each use of the
+    option adds one value, and the field is the tuple of all values. ``metavar`` is the name of a value in
+    ``--help``."""
     return option(help, *flags, default=(), action="append", metavar=metavar)
 
 
 def positional(metavar: str | None, help: str, **how: Any) -> Any:
-    """Declare a field of a :class:`Command` as a positional argument, which ``--help`` calls ``metavar``.
+    """Declare a field of a :class:`Command` as a positional argument. ``metavar`` is its name in ``--help``.
     ``how`` has further arguments of :func:`option`, such as ``key``."""
     return option(help, _POSITIONAL, metavar=metavar, **how)
 
 
 def flags_of(one: Field[Any]) -> tuple[str, ...]:
-    """Return the command-line names of a :class:`Command`'s field, such as ``-c`` and ``--config``. Empty for
-    a positional argument.
+    """Return the command-line names of a :class:`Command`'s field, such as ``-c`` and ``--config``. The tuple
+    is empty for a positional argument.
     """
     flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
     return () if flags == (_POSITIONAL,) else flags
@@ -194,8 +196,8 @@ def plugin_option() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(Command):
-    """Base class of verbs (subcommands) that work on a configuration. It has ``-c FILE``, and any number of
-    ``-o Section.key=value`` and ``--plugin MODULE``."""
+    """Base class of verbs (subcommands) that work on a configuration. It has the option ``-c FILE``, and the
+    options ``-o Section.key=value`` and ``--plugin MODULE``, which may be repeated."""
 
     config: str = option(CONFIG_HELP, "-c", "--config", default=MISSING, metavar="FILE")
     override: tuple[str, ...] = repeated(
@@ -216,8 +218,9 @@ class OptionalConfigOptions(ConfigOptions):
 
 
 def import_plugins(options: Command) -> None:
-    """Import the modules that ``--plugin`` names. If the verb can use a configuration, also import those in
-    the environment variable ``PPFLEETX_PLUGINS``."""
+    """Import the modules that ``--plugin`` and the environment variable ``PPFLEETX_PLUGINS`` name. Does
+    nothing if the verb has no option ``--plugin``, or if ``-c`` is optional and neither ``--plugin`` nor
+    ``-c`` is given."""
     plugins = getattr(options, "plugin", None)
     if "" in (plugins or ()):
         raise ConfigError("must name a Python module", key="--plugin", value="")

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def run(options: Plan) -> None:
-    """Make the predictions, print them, and write the files that the options name."""
+    """Predict memory and step time of one plan or of all plans, print the predictions, and write the files
+    that the options name."""
     refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
@@ -150,8 +151,8 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """Return the number of tokens of the whole run: ``--tokens`` or, if that is not given,
-    ``Engine.max_steps`` times the tokens of a step."""
+    """Return the number of training tokens of the whole run: ``--tokens`` or, if that is not given,
+    ``Engine.max_steps`` times the tokens per step."""
     if options.tokens is not None:
         return options.tokens
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

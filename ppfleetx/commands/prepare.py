@@ -22,7 +22,7 @@ class Prepare(Command):
     """Encode text as a tokenized corpus, PREFIX_KEY_document.bin and .idx. The input is json lines (.gz,
     .zst), plain text, or folders of such files.
 
-    Option names of Megatron-LM and PaddleFleetX are accepted where they mean the same.
+    Megatron-LM's and PaddleFleetX's names of these options are accepted too.
     """
 
     input: tuple[str, ...] = option(

@@ -48,7 +48,7 @@ class _Pruned:
 
     Attributes:
         tensors: the remaining parameters, by their names in checkpoints.
-        layers: for each layer, the parts that were kept or removed.
+        layers: for each layer, which parts were kept or removed.
         sizes: rows of the printed table: (name, size before, size after).
     """
 
@@ -59,8 +59,9 @@ class _Pruned:
 
 
 def prune(options: Prune) -> Path:
-    """Remove parts of the model that the options name, and write the smaller model as a checkpoint, with a
-    report on the removed parts. Returns the checkpoint's directory.
+    """Remove attention heads, feed-forward units, experts or layers from a model, as the options say. Writes
+    the smaller model as a checkpoint, with a report that lists the parts kept in each layer. Returns the
+    checkpoint's directory.
     """
     configure_logging()
     _check(options)

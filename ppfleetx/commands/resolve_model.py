@@ -39,7 +39,7 @@ from ppfleetx.utils.plugins import import_named_plugins
 
 _READY = "READY"
 _CONTENT = "content"
-# The launcher sets these to the same values for all ranks of a job, and to others for other jobs.
+# The launcher sets these to the same values for all ranks of a job, and to different values for another job.
 _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 
 
@@ -52,8 +52,8 @@ def shared_directory(
     Args:
         source: a directory or a file. If it has changed, another temporary directory is made.
         environ: the environment variables, which identify the job.
-        fill: creates the directory. If the directory does not exist, one process of each machine calls this
-            function.
+        fill: creates the directory whose path it gets. If the directory does not exist yet, one process of
+            each machine calls this function.
         stack: the directory stays at least until this stack is closed.
 
     Raises:
@@ -146,7 +146,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that was found and, if necessary, converted.
+    """A model that was found and, if necessary, converted to our format.
 
     Attributes:
         name: the directory as the user gave it.
@@ -273,8 +273,7 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """Return the configuration of a checkpoint that an earlier version of ppfleetx saved, from its
-    manifest."""
+    """Return the configuration in the manifest of a checkpoint that an earlier version of ppfleetx saved."""
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         raise CheckpointError(

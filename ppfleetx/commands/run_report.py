@@ -1,4 +1,4 @@
-"""Implement ``ppfleetx report``, which writes a page about a run, as Markdown and as HTML."""
+"""Implement ``ppfleetx report``, which writes a report on a run as a Markdown and an HTML page."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RunFiles:
 
     @property
     def seconds(self) -> float:
-        """The seconds that the run's steps and evaluations took in total. If an interruption left steps
+        """The total time of the run's steps and evaluations, in seconds. If an interruption left steps
         without a record, their time is estimated from the next record.
         """
         steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
@@ -119,7 +119,8 @@ def report(options: Report) -> None:
 
 
 def read_run_files(directory: Path) -> RunFiles:
-    """Read configuration and metrics from the directory of a run, which may still be training."""
+    """Read configuration and metrics from the directory of a run. The run may still be training. Raises
+    DataError if a file is missing."""
     for name in (METRICS_FILE, CONFIG_FILE):
         if not (directory / name).is_file():
             raise DataError(f"{directory} is not the directory of a run that has trained: it has no {name}")
@@ -133,8 +134,9 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the report and its pictures into ``output``, and return the paths of both pages. ``price`` is the
-    price of a device-hour. If it is None, the report states the cost in device-hours."""
+    """Write the report and its pictures into the directory ``output``, and return the paths of the Markdown
+    and the HTML page. ``price`` is the price of a device-hour. If it is None, the report states the cost in
+    device-hours."""
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
     sections = [

@@ -1,4 +1,5 @@
-"""Train or evaluate a configuration: build all parts of the run from it, connect them, and start the run."""
+"""Train or evaluate the model of a configuration: build the parts of the run, connect them, and start the
+run."""
 
 from __future__ import annotations
 
@@ -164,7 +165,8 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_quantized_weights(cfg: RunConfig) -> None:
-    """Raise ConfigError if the model's weights are quantized, and there are no adapters to train instead."""
+    """Raise ConfigError if the model's weights are quantized and it has no adapters, so that nothing can be
+    trained."""
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
             "describes a quantized checkpoint, whose weights cannot be trained. Train adapters beside them "
@@ -203,7 +205,8 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """Return a function that creates an evaluator of the task. Each evaluation needs a new one."""
+    """Return a function that creates an evaluator of the configured task. Each evaluation needs a new
+    evaluator. ``has_labels`` is False for test data without labels."""
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
@@ -240,7 +243,7 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 def build_runner(
     cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()
 ) -> StepRunner:
-    """Build the configured model with initial weights, and its runner. ``train`` says whether it will be
+    """Build the configured model with initial weights, and its runner. ``train`` is whether the model will be
     trained. ``sources`` are the corpora whose losses are logged separately."""
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks

@@ -49,8 +49,8 @@ examples:
 
     @property
     def is_launched(self) -> bool:
-        """Whether to run the verb (subcommand) in several processes. With ``--check`` it runs only in this
-        one."""
+        """Whether to run the verb (subcommand) in several processes. With ``--check``, the verb runs only in
+        this process."""
         return not self.check and super().is_launched
 
     def run(self) -> None:
@@ -200,7 +200,7 @@ class Plan(ConfigOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Command):
-    """Write a whole training configuration, given only the depth of the model.
+    """Write a complete training configuration, given only the depth of the model (its number of layers).
 
     The model's shape, the batch size, the learning rate and the length of training follow from the depth, and
     the planner chooses the parallel plan. The first lines of the file are the predicted time, memory and
@@ -275,7 +275,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervise(Command):
-    """Run a training command, and restart it a limited number of times if it fails.
+    """Run a training command. If it fails, restart it up to --max-restarts times.
 
         ppfleetx supervise --max-restarts 3 -- ppfleetx train -c FILE --nproc 4
         python tools/supervise.py -- python -m paddle.distributed.launch --nproc_per_node 4 \\
@@ -319,9 +319,9 @@ class Supervise(Command):
 class HangReport(Command):
     """Explain why a job hung, from the reports that its ranks wrote to OUTPUT_DIR/hang.
 
-    The first line says which rank is missing, and where. One line for each rank follows. If an evaluation or
-    a generation left newer reports in OUTPUT_DIR, those are used. The files rank_*.txt beside the reports
-    have each rank's last collectives and the stacks of its threads.
+    The first line gives the cause, such as the rank that the others wait for and where that rank is. One line
+    for each rank follows. If an evaluation or a generation left newer reports in OUTPUT_DIR, those are used.
+    The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
     """
 
     examples = """\

@@ -22,7 +22,7 @@ _FILES = (".yaml", ".yml", ".json")
 def translate(options: Translate) -> None:
     """Translate another toolkit's configuration, and print the result or write it to the file ``--to``."""
     words, to = list(options.words), options.to
-    if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
+    if to is None and words[-2:-1] == ["--to"]:  # given at the end of the other toolkit's command line
         *words, _, to = words
     result = translation_of(words, options.dialect)
     load_tree(result.tree(), result.warnings)  # raises if the result is not valid

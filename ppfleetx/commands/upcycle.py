@@ -89,7 +89,8 @@ def _check_mixture(model: ModelConfig) -> None:
 def upcycled(
     dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float
 ) -> dict[str, LazyTensor]:
-    """Return the parameters of a mixture of experts by name, made from those of a dense model.
+    """Return the parameters of a mixture of experts, by name. They are made from the parameters of a dense
+    model.
 
     Args:
         dense: the parameters of the dense model, by their names in checkpoints.

@@ -1,5 +1,5 @@
-"""Checks of ``ppfleetx doctor`` on a card (GPU, XPU or a plugin's device): its driver, its data types, and
-small computations, whose results must agree with those of the CPU."""
+"""Checks of ``ppfleetx doctor`` on a card (GPU, XPU or a plugin's device): the driver, the data types, and
+the results of small computations, which must agree with the CPU's results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def card_rows(answer: str) -> Iterator[Row]:
 
 
 def card(target: Target) -> Iterator[Row]:
-    """Report the card of this process as Paddle sees it, and the data types that it cannot compute in."""
+    """Report the card of this process as Paddle sees it, and the data types that the card cannot compute
+    in."""
     device = paddle.get_device()
     parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
     found = total_memory()
@@ -74,8 +75,8 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """Return the report row for a data type that the card lacks. It is a failure if the configuration
-    requires the type."""
+    """Return the report row for a data type in which the card cannot compute. The row is a failure if the
+    configuration requires the type."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}, so the type is not tried")
@@ -92,7 +93,8 @@ Inputs = Sequence[np.ndarray]
 Operator = Callable[..., paddle.Tensor]
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest allowed difference from float32 on the CPU, relative to the largest number in the result."""
+"""Largest allowed difference from the float32 result on the CPU, relative to the largest magnitude in that
+result."""
 _FIX = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
@@ -104,7 +106,8 @@ def _ids(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 16, shape)
 
 
-# The operators of a training step and their inputs. Integer inputs are not converted.
+# The operators of a training step and their inputs. Float inputs are converted to the type under test;
+# integer inputs are not.
 OPERATORS: dict[str, tuple[Operator, Inputs]] = {
     "matmul": (paddle.matmul, (_random(24, 32), _random(32, 40))),
     "batched matmul": (lambda a, b: paddle.matmul(a, b, transpose_y=True), (_random(2, 3, 8, 16),) * 2),
@@ -130,8 +133,8 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 def small_operators(target: Target) -> Iterator[Row]:
     """Run the operators of a training step on the card, in float32 and the configured 16-bit types, and
-    compare the results with those of the CPU. Also compare fused kernels with plain operators. Types that the
-    card does not support are left out."""
+    compare the results with the CPU's results. Also report in which types the fused kernels agree with plain
+    operators. Types that the card does not support are left out."""
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)
@@ -145,8 +148,8 @@ def small_operators(target: Target) -> Iterator[Row]:
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """Run each operator forward and backward in ``dtype`` on ``device``, and compare the results with those
-    of the CPU in float32. TF32 is switched off."""
+    """Run each operator forward and backward in ``dtype`` on ``device``, and compare results and gradients
+    with float32 on the CPU. TF32 is switched off."""
     wrong, worst = [], 0.0
     allow_tf32(False)
     for name, (operator, inputs) in operators.items():

@@ -21,7 +21,7 @@ CPU_SIZES = (4 << 10, 256 << 10, 4 << 20)
 CARD_SIZES = (4 << 10, 1 << 20, 16 << 20, 128 << 20)
 """Message sizes in bytes."""
 _TIMES = 3
-_TYPES = ("int64", "float16", "bfloat16")  # tried with the smallest size only; float32 with all sizes
+_TYPES = ("int64", "float16", "bfloat16")  # tested with the smallest size; float32 with all sizes
 _ITEM_BYTES = 4
 _ROUNDING = {"float16": 1e-2, "bfloat16": 1e-2}
 _FIX = (
@@ -54,7 +54,7 @@ def groups_of(ctx: ParallelContext) -> Iterator[Member]:
             yield Member(axis, group, list(group.ranks), list(group.ranks).index(ctx.rank))
 
 
-# -- the operations: how to run each one, and how to compute its expected result from all inputs
+# -- the collectives: how to run each, and how to compute its expected result from the inputs of all members
 
 
 def _all_reduce(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
@@ -93,8 +93,9 @@ def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
 
 
 def _uneven_ends(member: Member, count: int) -> np.ndarray:
-    """Divide ``count`` rows among the members of a group, to test an all-to-all with unequal message sizes:
-    each member gets more rows than the one before it. Return the index after the last row of each member."""
+    """Return the index after the last row of each member, if ``count`` rows are divided among the members of
+    a group so that each member gets more rows than the member before it. Used to test an all-to-all with
+    unequal message sizes."""
     return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
 
 
@@ -128,8 +129,8 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
     "send and receive": (_send_receive, lambda member, inputs: inputs[member.place - 1]),
     "uneven all_to_all": (_uneven_all_to_all, _uneven_parts),
 }
-"""How to run each collective, and how to compute its expected result. The last collective is only for
-expert-parallel groups."""
+"""The collectives by name: (function that runs the collective, function that computes its expected result).
+The last collective is only tested in expert-parallel groups."""
 
 
 def examine_groups(
@@ -156,7 +157,7 @@ def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
         inputs = [(np.arange(count) + number) % 3 for number in range(member.size)]
         mine = paddle.to_tensor(inputs[member.place]).astype(dtype)
         problem = _problem(run(member, mine), expect(member, inputs), dtype)
-        # After a wrong result, the test goes on, because the other members would wait.
+        # Go on after a wrong result, because the other members of the group would wait.
         problems += [f"{dtype}, {bytes_text(size)}: {problem}"] if problem else []
         if dtype == "float32":
             speed = size / _seconds(lambda mine=mine: run(member, mine))

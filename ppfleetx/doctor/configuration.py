@@ -1,4 +1,5 @@
-"""Checks of ``ppfleetx doctor`` on the configuration: plan, unsupported keys, start-up, memory."""
+"""Checks of ``ppfleetx doctor`` on the configuration: parallel plan, unsupported keys, whether a run can
+start, and memory."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def start(target: Target) -> Iterator[Row]:
 
 
 def memory(target: Target) -> Iterator[Row]:
-    """Check whether device and host have the memory that the planner predicts for the run."""
+    """Check whether the device and the host have as much memory as the planner predicts for the run."""
     prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")
@@ -80,8 +81,8 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Return the report row that says whether a run fits into the memory of a device. On a CPU, too little
-    memory is only a warning.
+    """Return the report row that says whether a run fits into the memory of a device. Too little memory is a
+    failure, but on a CPU only a warning.
 
     Args:
         needed: the memory that the run needs, in bytes.
@@ -93,7 +94,7 @@ def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
     fix = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
-    # Only a warning on a CPU, because other programs may free memory before the job starts.
+    # On a CPU this is only a warning, because other programs can free memory before the job starts.
     return (warn if cpu else fail)("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
 
 

@@ -29,7 +29,7 @@ _SET_BY_LAUNCHER = (
     *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
 )
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108
-_LEAST_SHARED_BYTES, _SHARED_BYTES = 16 << 20, 1 << 30  # NCCL uses some MiB for each pair of cards
+_LEAST_SHARED_BYTES, _SHARED_BYTES = 16 << 20, 1 << 30  # NCCL needs a few MiB per pair of cards
 _LEAST_FILES, _FILES = 256, 4096
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 

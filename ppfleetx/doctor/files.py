@@ -34,16 +34,16 @@ _FIX = (
     "(chmod a+r), or correct the path, which is the same for all machines"
 )
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
-"""The maximum numbers of 1 MiB blocks that are read from a file, evenly spaced: to compare the file with its
-checksums, and to compare the machines of a job."""
-_READ_SECONDS = 30.0  # seconds for all corpora of one mode
+"""Maximum numbers of evenly spaced 1 MiB blocks to read from a file. The first is for comparing the file with
+its checksums, the second for comparing the machines of a job."""
+_READ_SECONDS = 30.0  # time limit for comparing all corpora of one data set with their checksums
 _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Check that the corpora and texts of ``Data.Train`` and ``Data.Eval`` can be opened. A corpus with
-    checksums is compared with them. If the corpus is large or the disk slow, only some of its blocks are
-    compared."""
+    """Check that the data of ``Data.Train`` and ``Data.Eval`` can be opened and are enough for one sample. A
+    corpus that has checksums is compared with them. If the corpus is large or the disk is slow, only some
+    blocks of the corpus are compared."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -104,8 +104,8 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _compare_with_checksums(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums, until the time ``end`` of the monotonic clock. Returns a text that
-    says how much was compared. Raises DataError if a block is damaged."""
+    """Compare a corpus with its checksums. The comparison stops at the time ``end`` (``time.monotonic``).
+    Returns a phrase that says how much was compared. Raises DataError if a block is damaged."""
     is_whole = True
     for suffix, one in sums.files.items():
         path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
@@ -153,8 +153,8 @@ def tokenizer(target: Target) -> Iterator[Row]:
 
 
 def checkpoints(target: Target) -> Iterator[Row]:
-    """Check that each checkpoint to start from is complete, and that the sizes and headers of its files match
-    its manifest."""
+    """Check that each checkpoint that the run starts from is complete, and that the sizes and headers of its
+    files match its manifest."""
     refuse_foreign(target.cfg)
     named = list(weight_sources(target.cfg))
     if not named:
@@ -168,7 +168,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 def fingerprints(target: Target) -> dict[str, str]:
     """Return hashes of the training data, the evaluation data and the tokenizer, by name, to compare
-    machines. For data that cannot be read, the text is "not readable" instead of a hash."""
+    machines. Data that cannot be read have the value "not readable" instead of a hash."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -205,10 +205,11 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Return a text about each checkpoint that the run would start from, by configuration key, to compare
-    machines. The text has the checkpoint's name and the first 16 digits of its manifest's SHA-256.
-    Checkpoints of PaddleFleetX have no manifest, so the text is only the name. If a checkpoint is missing or
-    cannot be read, the text says so. With ``Engine.save_load.resume``, ``output_dir`` is included."""
+    """Describe each checkpoint that the run can start from, to compare machines. Returns the descriptions by
+    configuration key; with ``Engine.save_load.resume``, ``output_dir`` is one of the keys. A description is
+    the checkpoint's name and the first 16 hexadecimal digits of its manifest's SHA-256. Checkpoints of
+    PaddleFleetX have no manifest, so only their names are compared. For a checkpoint that is missing or
+    cannot be read, the description says so."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -238,7 +239,7 @@ _SLOW_SECONDS = 120.0  # seconds to write one checkpoint
 
 def output_directory(target: Target) -> Iterator[Row]:
     """Check whether the output directory can be written, and measure the write speed. If the directory does
-    not exist, its nearest existing parent is checked."""
+    not exist, its nearest existing parent is checked instead."""
     directory = output_dir_of(target.cfg)
     place = nearest_directory(directory)
     title = "output directory"

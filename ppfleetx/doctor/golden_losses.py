@@ -1,5 +1,5 @@
 """Check of ``ppfleetx doctor``: train a tiny GPT and a tiny Llama for a few steps, and compare the losses
-with the expected ones in ``losses.json``."""
+with the expected losses in ``losses.json``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ on a card, and for 16-bit types."""
 
 
 def losses(target: Target) -> Iterator[Row]:
-    """Train a tiny GPT and a tiny Llama and compare their losses with the expected ones. On a card, this is
-    repeated with recomputation and in 16-bit types."""
+    """Train a tiny GPT and a tiny Llama, and compare their losses with the expected losses. On a card, this
+    is repeated with recomputation and in 16-bit types."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
     device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]
@@ -95,8 +95,8 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """Return the batch of a step. Its tokens are computed by a formula, because random generators may differ
-    between versions."""
+    """Return the batch of a training step. A formula computes the tokens, because random number generators
+    can differ between library versions."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {

@@ -1,5 +1,5 @@
-"""Run ``ppfleetx doctor`` for a job of several processes. First, the environment variables and the network
-are checked. Then the ranks are launched, which run all other checks."""
+"""Run ``ppfleetx doctor`` for a job of several processes. First, this process checks the environment
+variables and the network. Then it launches the ranks, and the ranks run all other checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ppfleetx.doctor.results import Row, Status, Target, exit_code, fail, in_gro
 from ppfleetx.doctor.run import LOCAL_SECONDS
 from ppfleetx.utils.lost_peers import START_VARIABLE
 
-# The launcher reads its options from these variables, and ranks read their rank and the job's size.
+# The launcher reads its options from these variables, and the ranks read their rank and the job's size.
+# Values that another job has set mislead them.
 _OF_ANOTHER_JOB = (
     "PADDLE_TRAINERS_NUM",
     "PADDLE_TRAINER_ENDPOINTS",
@@ -65,8 +66,8 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
 
 
 def import_row() -> Row | None:
-    """Return the row of the report that says why Paddle cannot be imported, or None if it can. The import is
-    tried in another process, because it can crash."""
+    """Return the report row that says why Paddle cannot be imported, or None if it can. Another process tries
+    the import, because the import can crash."""
     command = [sys.executable, "-c", "import paddle"]
     try:
         done = subprocess.run(
@@ -87,8 +88,8 @@ def import_row() -> Row | None:
 
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""The environment variable with the directory in which each rank leaves its report for the process that
-launched the ranks."""
+"""Name of the environment variable that holds a directory. Each rank writes its report there for the process
+that launched the ranks."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
@@ -108,16 +109,16 @@ def job_rows(
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
     """Examine a job of several processes: check the environment variables and the network, then launch this
-    machine's ranks. Returns the rows of the report, and the number of ranks, or 1 if no rank has written a
-    report.
+    machine's ranks. Returns the rows of the report, and the number of ranks in the job (1 if no rank has
+    written a report).
 
     Args:
         command: the command that launches the ranks.
         nproc: number of ranks on this machine; None: one per card.
         nodes: number of machines; None: one. PADDLE_NNODES takes precedence.
         master: HOST:PORT where the machines meet. PADDLE_MASTER takes precedence.
-        seconds: how long machines and ranks wait for each other.
-        logs_there: the directory of the ranks' logs; None: a temporary one.
+        seconds: how long machines, and later ranks, wait for each other.
+        logs_there: the directory of the ranks' logs; None: a temporary directory.
     """
     named = os.environ.get("PADDLE_NNODES", "")
     nodes = int(named) if named.isdigit() else nodes or 1
@@ -146,7 +147,7 @@ def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
     """Run ``command``, which launches this machine's ranks. Returns the rows of the report, and the number of
-    ranks in the job, or 1 if no rank has written a report."""
+    ranks in the job (1 if no rank has written a report)."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
@@ -171,7 +172,7 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Yield rows of the report that explain why no rank wrote its results: which ranks crashed, with the ends
+    """Yield report rows that explain why no rank wrote its report: which ranks crashed, with the last lines
     of their logs, and what is wrong with this machine."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
@@ -192,14 +193,16 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
-    """Run the launcher until it and the ranks have ended, and return its exit code. Ranks that hang are
-    stopped after at most ``seconds``."""
+    """Run the launcher ``command`` until the launcher and its ranks have ended, and return the launcher's
+    exit code. Ranks that hang are stopped after at most ``seconds``. ``place`` is the directory of the ranks'
+    reports."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
     try:
         while (code := process.poll()) is None and (now := time.monotonic()) < deadline:
             if not is_near and (reports := sorted(place.glob(_REPORT))):
-                # The machine's first rank runs the most checks. After its report, the others get little time.
+                # The machine's first rank runs the most checks. After its report, the other ranks get little
+                # time.
                 is_near = reports[0].name == _report_of(0)
                 deadline = min(deadline, now + (_END_SECONDS if is_near else _ALONE_SECONDS))
             time.sleep(_LOOK_SECONDS)

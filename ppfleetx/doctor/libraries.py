@@ -42,8 +42,8 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """Return the versions that ppfleetx's metadata requires of a library; None if there is no requirement or
-    the metadata cannot be read."""
+    """Return the range of versions of a library that ppfleetx's metadata requires; None if there is no
+    requirement or the metadata cannot be read."""
     try:
         from packaging.requirements import Requirement
 
@@ -54,8 +54,8 @@ def _required(distribution: str):
 
 
 def broken_row(error: BaseException, name: str = "") -> Row:
-    """Return the row of the report for a library that cannot be imported. Without ``name``, the library is
-    found from the traceback of ``error``."""
+    """Return the report row for a library that cannot be imported. If ``name`` is empty, the library's name
+    is found in the traceback of ``error``."""
     if isinstance(error, ModuleNotFoundError) and (said := not_installed(error)) is not None:
         row = fail("libraries", f"{error.name} is not installed", str(said))
         return replace(row, group="environment")

@@ -15,7 +15,7 @@ from ppfleetx.doctor.results import Row, Target, fail, ok, warn, within
 from ppfleetx.utils.machine import interface_address, interface_flags
 
 _UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
-_NOT_NCCL = ("lo", "docker")  # NCCL uses these only if they are named
+_NOT_NCCL = ("lo", "docker")  # prefixes of interfaces that NCCL uses only if NCCL_SOCKET_IFNAME names them
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _named_row(
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
     """Return the interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, a comma-separated list
     of prefixes."""
-    # A leading ^ excludes interfaces, and a leading = makes the prefixes whole names.
+    # A leading ^ excludes the named interfaces. A leading = makes the prefixes whole names.
     excludes, text = value.startswith("^"), value.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
     names = [name for name in text.split(",") if name]
@@ -119,7 +119,7 @@ _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each 
 
 
 def reach(address: tuple[str, int]) -> str:
-    """Try to connect to a port of another machine. Returns the problem, or "" if it works."""
+    """Try to connect to a port of another machine. Returns the problem, or "" if the connection works."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except TimeoutError:
@@ -134,7 +134,7 @@ def examine_links(meeting: Host | Guest, own: str, port: int) -> Iterator[Row]:
     All machines must call this. ``own`` and ``port`` are the address and port where this machine listens."""
     announced = meeting.exchange([own, port], _ROUND_SECONDS)
     size = len(announced)
-    # Each machine begins with its successor, so that not all machines try the same one first.
+    # Each machine begins with its successor, so that not all machines connect to the same machine first.
     order = [(meeting.number + step) % size for step in range(1, size)]
     addresses = {str(n): tuple(announced[n].value) for n in order if not announced[n].problem}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -168,8 +168,9 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Check that the machines of the job can meet at ``master``, and that each can connect to every other
-    one. Yields the rows of the report. All machines must run this."""
+    """Check that all ``size`` machines of the job can connect to ``master``, and that each machine can
+    connect to every other machine. Yields the rows of the report. All machines must run this check at the
+    same time."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         yield fail(
@@ -217,13 +218,13 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return a report row if other machines cannot reach this one at the address ``own``; otherwise None.
+    """Return a report row if other machines cannot reach this machine at the address ``own``; otherwise None.
 
     Args:
         own: the address of this machine that Paddle's launcher would announce.
         host: the first machine, as ``--master`` names it.
         master: the IP address of the first machine.
-        is_first: whether this machine is the first.
+        is_first: whether this machine is the first machine.
     """
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"

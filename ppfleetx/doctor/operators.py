@@ -32,7 +32,7 @@ def registered(target: Target) -> Iterator[Row]:
 
     registry = core._get_registered_phi_kernels("function")
     yield kernels_row("CPU", registry, used_on_cpu(used_kernels()), _CPU_BACKENDS)
-    # True for a build for GPUs, even on a machine without a GPU.
+    # The registry of a build for GPUs has the GPU kernels even on a machine without a GPU.
     if is_built_for_gpus():
         yield kernels_row("GPU", registry, used_by(target, used_kernels()), GPU_BACKENDS)
     elif is_card(target.device):
@@ -40,8 +40,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Return the report row about the kernels of a card that is not a GPU. Missing kernels are an error. If
-    the CPU has all of the missing kernels, they are only a warning, because the host then runs these
+    """Return the report row about the kernels of a card that is not a GPU. Missing kernels are a failure. If
+    the CPU has all of the missing kernels, the row is only a warning, because the host then runs these
     operators."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
@@ -81,7 +81,7 @@ def _shown(pairs: Sequence[str]) -> str:
 
 
 def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """Return the kernels that a run may use, each with the data types that the configuration allows. Optional
+    """Return the kernels that a run can use, each with the data types that the configuration allows. Optional
     fused kernels are left out."""
     wanted = target.float_types
     return {
@@ -92,8 +92,8 @@ def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """Return the kernels that ppfleetx uses on a CPU, each with its data types, without 16-bit floats.
-    Optional fused kernels are left out."""
+    """Return the kernels that ppfleetx uses on a CPU, each with its data types except 16-bit floats. Optional
+    fused kernels are left out."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in HALF_TYPES]
         for name, kernel in kernels.items()
@@ -107,8 +107,8 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """Return the row of the report that says whether Paddle has all ``wanted`` kernels, each for its data
-    types. A kernel counts if ``registry`` lists it under any of ``backends``."""
+    """Return the report row that says whether Paddle has all ``wanted`` kernels, each for its data types. A
+    kernel counts if ``registry`` lists it under any of ``backends``."""
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"

@@ -1,7 +1,7 @@
-"""Exchange of values between the processes that the doctor examines, over plain sockets.
+"""Exchange values between the processes that the doctor examines, over plain sockets.
 
-The first process is the *host*; the others, the *guests*, are connected to it. Every wait has a time limit,
-and its error names the process that did not answer.
+The first process is the *host*; the others, the *guests*, are connected to it. Every wait has a time limit.
+If it expires, the error names the process that did not answer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ppfleetx.distributed.rendezvous import (
 )
 
 _LOOK_SECONDS = 1.0
-_ROUNDS = 10  # a guest waits this many times as long as the host, so that the host gives up first
+_ROUNDS = 10  # a guest waits this many times as long as the host, so that the host's limit expires first
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process contributed to an exchange: a value, or the reason why there is none."""
+    """One process's part in an exchange: its value, or the reason why there is no value."""
 
     value: Any = None
     problem: str = ""
@@ -55,11 +55,12 @@ def open_meeting(
 
 @dataclass
 class _Seen:
-    """What the first process knows about one of the other processes.
+    """The state of one of the other processes, as the first process knows it.
 
     Attributes:
+        line: the connection to the other process.
         place: the activity that the other process announced last.
-        problem: why the other process no longer takes part; "" if it does.
+        problem: why the other process no longer takes part; "" while it takes part.
         moved: when the other process last sent something, in seconds on the monotonic clock.
     """
 
@@ -70,25 +71,26 @@ class _Seen:
 
 
 class Host:
-    """The first process's connections to all other processes of the job, for exchanging values. ``names`` are
-    the names of all processes, in the order of their numbers."""
+    """The first process's connections to all other processes of the job, used to exchange values. ``names``
+    are the names of all processes, in the order of their numbers."""
 
     def __init__(self, members: Members) -> None:
         self.number, self.names = members.number, members.names
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Tell the other processes what this process does next. If this process then stops answering, their
-        error messages name this activity."""
+        """Tell the other processes that this process now begins the activity ``place``. If this process then
+        stops answering, their error messages name the activity."""
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Send ``value`` to all processes, and return the answers of all processes, in the order of their
-        numbers. All processes must call this, in the same order. If nothing arrives for ``seconds``, the
-        answer of each missing process has a problem instead of a value.
+        """Send ``value`` to all processes, and return the values of all processes as answers, in the order of
+        the processes' numbers. All processes must make the same sequence of calls. If nothing arrives for
+        ``seconds``, the answer of each missing process has a problem instead of a value.
 
         Raises:
-            RendezvousError: the first process is gone. Only raised in the other processes.
+            RendezvousError: the first process no longer answers. Only raised in the other processes
+                (:class:`Guest`).
         """
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
@@ -133,7 +135,7 @@ class Host:
     def _send(self, message: Any) -> None:
         for guest in self._guests.values():
             if not guest.problem:
-                with contextlib.suppress(OSError):  # the next round reports it
+                with contextlib.suppress(OSError):  # the next exchange reports the lost guest
                     guest.line.send(message)
 
     def close(self) -> None:
@@ -142,8 +144,8 @@ class Host:
 
 
 class Guest:
-    """The connection of a guest to the host, the first process of the job, for exchanging values. It has the
-    same methods and attributes as :class:`Host`."""
+    """A guest's connection to the host, the first process of the job, used to exchange values. Has the same
+    methods and attributes as :class:`Host`."""
 
     def __init__(self, members: Members, where: str) -> None:
         self.number, self.names = members.number, members.names

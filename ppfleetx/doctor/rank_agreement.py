@@ -38,10 +38,10 @@ class Fact:
     """Something that must be equal in all processes of a job, such as the versions of libraries.
 
     Attributes:
-        name: name of its row in the report.
+        name: name of the fact's row in the report.
         read: returns the values in this process, by name.
         fix: what to do if the values differ.
-        of_node: whether only the first process of each machine reads it.
+        of_node: whether only the first process of each machine reads the fact.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Fact:
             return None
         try:
             return within(_READ_SECONDS, lambda: self.read(target))
-        except TimeoutError:  # such as on a dead network file system
+        except TimeoutError:  # for example on a dead network file system
             return _UNREAD
 
 
@@ -67,8 +67,8 @@ def _versions(target: Target) -> Values:
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of all installed Python packages. If a package is installed twice, the version is
-    the one that Python imports."""
+    """Return the versions of all installed Python packages, by name. If a package is installed twice, this is
+    the version that Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -117,11 +117,11 @@ FACTS: tuple[Fact, ...] = (
 
 Facts = dict[str, Values | None]
 """The values of each fact in one process, by the fact's name; None if another process of this machine reads
-it."""
+the fact."""
 
 
 def read_facts(target: Target, announce: Callable[[str], None]) -> Facts:
-    """Read all :data:`FACTS`. ``announce`` is called with each name before the fact is read."""
+    """Read all :data:`FACTS`. ``announce`` is called with a fact's name before the fact is read."""
     found: Facts = {}
     for fact in FACTS:
         announce(fact.name)
@@ -130,7 +130,8 @@ def read_facts(target: Target, announce: Callable[[str], None]) -> Facts:
 
 
 def digests(facts: Facts) -> dict[str, str | None]:
-    """Return a hash of each fact's values."""
+    """Return a hash of each fact's values, by the fact's name. The hash is None if another process of this
+    machine reads the fact."""
     return {name: None if values is None else _digest(values) for name, values in facts.items()}
 
 
@@ -140,7 +141,7 @@ def _digest(values: Values) -> str:
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
     """Return the names of the facts that differ between the processes, or that a process could not read.
-    ``answers`` has the result of :func:`digests` in each process."""
+    ``answers`` has one result of :func:`digests` per process."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -150,8 +151,8 @@ def agreement_rows(answers: Mapping[int, Facts], names: Sequence[str]) -> Iterat
 
     Args:
         answers: by rank, the values of the facts in ``names``.
-        names: facts that differ or that a process could not read. Their rows show the differences, or the
-            ranks that could not read them. The rows of all other facts say "equal".
+        names: the facts that differ or that a process could not read. Their rows show the differences, or the
+            ranks that could not read the fact. The rows of all other facts say "equal".
     """
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}

@@ -1,7 +1,8 @@
-"""The checks that a process of ``ppfleetx doctor`` runs by itself, in the order in which they run.
+"""The checks of ``ppfleetx doctor`` that a process runs without the other processes of the job, in the order
+in which they run.
 
 A check is a function that takes a :class:`~ppfleetx.doctor.results.Target` and yields
-:class:`~ppfleetx.doctor.results.Row` objects. Its module is imported only when it runs.
+:class:`~ppfleetx.doctor.results.Row` objects. The module of a check is imported only when the check runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.device import count, is_card, kind_of
 from ppfleetx.doctor.results import Row, Target, fail, skipped, within
 
-_LEAST_PATIENCE = 30.0  # generous, because machines are busy when jobs start
+_LEAST_PATIENCE = 30.0  # seconds; long, because machines are busy when jobs start
 
 
 class Need(Enum):
@@ -39,10 +40,10 @@ class Check:
     Attributes:
         group: the heading in the report.
         module, function: where the check is defined.
-        title: the name of the row that the report shows if the check itself cannot run.
-        need: what must be there for the check to run.
+        title: the name of the report row if the check itself cannot run.
+        need: what the check requires, such as a configuration or a card.
         each: which processes of the job run the check.
-        seconds: time limit, which ``Target.patience`` can lower; None: no limit, for a check that only
+        seconds: the time limit, which ``Target.patience`` can lower. None: no limit, for a check that only
             computes.
     """
 
@@ -88,19 +89,20 @@ CHECKS: tuple[Check, ...] = (
     Check("card", "card", "card", "card", Need.CARD, Each.RANK),
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
 )
-"""The checks that a process runs without the other processes."""
+"""All checks that a process runs without the other processes, in order."""
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """Run a check within its time limit, and return its rows of the report. If the check cannot run, exceeds
-    its limit or raises an error, the result is one row with the reason."""
+    """Run a check within its time limit, and return its report rows. If the check cannot run, exceeds its
+    limit or raises an error, the result is one row with the reason."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]
 
 
 def obstacle(check: Check, target: Target) -> str:
-    """Return the reason why a check cannot run on this machine, such as a missing card; "" if it can."""
+    """Return the reason why a check cannot run in this process, such as a missing card; "" if the check can
+    run."""
     if check.need is Need.CONFIG and target.cfg is None:
         return (
             "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"
@@ -132,8 +134,8 @@ def _run(check: Check, target: Target) -> list[Row]:
 
 
 def _run_without_limit(check: Check, target: Target) -> list[Row]:
-    """Run a check without a time limit and return its rows. If it raises an error, the result is one row with
-    the error's message."""
+    """Run a check without a time limit, and return its report rows. If the check raises an error, the result
+    is one row with the error's message."""
     try:
         return list(check.load()(target))
     except UserError as error:

@@ -36,9 +36,9 @@ class Row:
     Attributes:
         name: what was checked.
         found: what the check found, as text.
-        fix: what the user can do about it; never empty if the status is ``fail``.
+        fix: what the user can do about the finding; never empty if the status is ``fail``.
         group: the heading under which the report shows the row.
-        ranks: the ranks that the row is about; an empty tuple stands for all ranks that ran the check, or for
+        ranks: the ranks that the row is about. An empty tuple stands for all ranks that ran the check, or for
             the whole job.
         numbers: measurements by name. The name includes the unit.
     """
@@ -67,12 +67,12 @@ def ok(name: str, found: str, **numbers: float) -> Row:
 
 
 def warn(name: str, found: str, fix: str, **numbers: float) -> Row:
-    """Return a row of the report for something that slows a job down or puts it at risk."""
+    """Return a report row for something that slows a job down or puts it at risk."""
     return Row(name, Status.WARN, found, fix, numbers=numbers)
 
 
 def fail(name: str, found: str, fix: str, **numbers: float) -> Row:
-    """Return a row of the report for something that stops a job or makes its results wrong."""
+    """Return a report row for something that stops a job or makes its results wrong."""
     return Row(name, Status.FAIL, found, fix, numbers=numbers)
 
 
@@ -89,8 +89,8 @@ class Target:
 
     Attributes:
         cfg: the configuration; None: examine only the machine.
-        patience: an upper limit, in seconds, on the time limits of checks. Values below 30 count as 30.
-        found: rows that were found before any check ran.
+        patience: the maximum time limit of a check, in seconds. Values below 30 count as 30.
+        found: report rows that exist before any check runs, such as a configuration error.
     """
 
     cfg: RunConfig | None = None
@@ -120,7 +120,7 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread and return its result, or raise its error. If it takes longer than
+    """Call ``act`` in a thread, and return its result or raise its error. If the call takes longer than
     ``seconds``, raises TimeoutError and leaves the thread running."""
     answer: Future[Result] = Future()
 
@@ -149,8 +149,9 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the report rows of all ranks into one list, sorted by heading. Rows that differ only in their
-    numbers are merged into one row, with the list of their ranks and the numbers of the first rank. An empty
-    list of ranks stands for all ranks that ran the check."""
+    numbers become one row with the numbers of the first rank and the list of ranks. The list of ranks is
+    empty if all ranks that ran the check have the row. For a warning or a failure, it is empty only if all
+    ranks of the job have the row."""
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -163,7 +164,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
         looked.setdefault(key[:2], set()).update(those)
     rows = []
     for key, row in first.items():
-        # If all is well, ranks that did not run the check do not count.
+        # For a row without a problem, ranks that did not run the check do not count.
         well = row.status in (Status.OK, Status.SKIPPED)
         everyone = looked[key[:2]] if well else set(range(len(rows_of_ranks)))
         rows.append(replace(row, ranks=() if everyone == set(ranks[key]) else tuple(ranks[key])))
@@ -192,7 +193,7 @@ def _counts(rows: Sequence[Row]) -> dict[Status, int]:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Return the report as text: under each heading its rows, with findings and fixes."""
+    """Return the report as text: each heading, followed by its rows with findings and fixes."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []

@@ -1,5 +1,5 @@
-"""Run the checks of ``ppfleetx doctor`` in one process, and combine its rows with those of the other
-processes of the job."""
+"""Run the checks of ``ppfleetx doctor`` in one process, and merge its report rows with the rows of the job's
+other processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.results import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
 
 LOCAL_SECONDS = 1200.0
-"""Time limit in seconds for all checks that a process runs by itself; each check also has its own limit."""
+"""Time limit in seconds for all checks that a process runs without the other processes. Some checks also have
+a limit of their own."""
 _CHECK_SECONDS = 360.0  # longer than the limit of any single check
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
-# Headings under which a failure means that the process groups would fail or hang.
+# A failure under one of these headings means that creating or using the process groups can fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
 _LOST_FIX = (
     "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, "
@@ -45,8 +46,9 @@ def examine_all(
     checks: Sequence[Check] | None = None,
     announce: Callable[[str], None] = lambda what: None,
 ) -> list[Row]:
-    """Run the checks that this process runs by itself, or only ``checks``. ``announce`` is called with the
-    name of each check before it runs."""
+    """Run those of ``checks`` (None: :data:`CHECKS`) that are meant for this process. Returns the rows in
+    ``target.found``, and then the rows of the checks. ``announce`` is called with the name of each check
+    before the check runs."""
     rows = list(target.found)
     for check in CHECKS if checks is None else checks:
         if check.is_for(target):
@@ -56,8 +58,9 @@ def examine_all(
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine a job of several processes, and return the rows of the report. All processes must call this,
-    and all get the same rows. A process that cannot reach rank 0 returns the rows that it has so far.
+    """Examine a job of several processes, and return the rows of the report. All processes must call this
+    function, and all get the same rows. A process that cannot reach rank 0 returns the rows that it has so
+    far.
 
     Args:
         seconds: how long processes wait for each other to arrive, and how long a collective may take.
@@ -87,7 +90,7 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Examination:
-    """The examination of a job, as one of its processes runs it.
+    """One process's part in the examination of a job.
 
     Attributes:
         meeting: the connection to the other processes.
@@ -112,7 +115,7 @@ class Examination:
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
         """Exchange report rows with all other processes, and add the rows of all ranks to :attr:`rows`. If
-        rank 0 is gone, adds only this process's own rows, and raises RendezvousError."""
+        rank 0 no longer answers, only this process's own rows are added, and RendezvousError is raised."""
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:
@@ -143,7 +146,7 @@ class Examination:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def note_lost_host(self, error: RendezvousError) -> None:
-        """Add a report row that says that rank 0 is gone."""
+        """Add a report row that says that rank 0 no longer answers."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
@@ -151,9 +154,11 @@ class Examination:
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Check that all machines see the same output directory, by means of a temporary file of rank 0."""
+        """Check that all machines see the same output directory. Rank 0 creates a temporary file in the
+        directory, and all other processes look for the file."""
         place = output_dir_of(self.target.cfg)
-        with contextlib.suppress(TimeoutError, OSError):  # another check reports these errors, here and below
+        # Here and below, errors of the file system are suppressed because another check reports them.
+        with contextlib.suppress(TimeoutError, OSError):
             place = within(_LOOK_SECONDS, partial(nearest_directory, place))
         with contextlib.ExitStack() as stack:
             mark = ""
@@ -184,8 +189,9 @@ class Examination:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Create fleet's process groups and test every collective in each of them. This is skipped if an
-        earlier check found a fault that could make a collective hang."""
+        """Create Paddle fleet's process groups, and test every collective in each group. The tests are
+        skipped if an earlier check found a fault that could make a collective hang. If a test takes longer
+        than ``seconds``, ``finish`` is called with the report's rows, and the process exits."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))
@@ -194,7 +200,7 @@ class Examination:
 
         def announce(what: str) -> None:
             guard.begin(what)
-            if not guard.has_given_up:  # after that, the guard's thread uses the connections
+            if not guard.has_given_up:  # after giving up, the guard's thread uses the connections
                 self.meeting.announce(what)
 
         def give_up(what: str) -> None:
@@ -270,7 +276,8 @@ class Guard:
 
 def plan_config(target: Target) -> RunConfig:
     """Return the configuration whose process groups are tested. This is the user's configuration if its plan
-    has as many processes as this job. Otherwise, it is a tiny model with data parallelism."""
+    has as many processes as this job. Otherwise, it is the configuration of a tiny model with data
+    parallelism."""
     if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
         return target.cfg
     given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
@@ -278,8 +285,8 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def split_slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Split off the rows that report the speeds of collectives. Returns the other rows by rank and, for each
-    collective, the row of its slowest rank."""
+    """Separate the rows that report the speeds of collectives from all other rows. Returns the other rows by
+    rank, and the row of the slowest rank for each collective."""
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):
