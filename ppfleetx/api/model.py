@@ -143,8 +143,8 @@ class GPT:
             overrides: overrides of the configuration, e.g. ``{"Global.device": "cpu"}``.
 
         Raises:
-            UserError: there is no such directory, it does not hold an intact model, or the model cannot run
-                here.
+            UserError: the directory does not exist or does not hold an intact model, or the model cannot run
+                on this machine.
         """
         from ppfleetx.commands.resolve_model import resolve_model
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Converters(ForeignFormats):
-    """Recognizes checkpoints of other toolkits, and opens those of FleetX, for the checkpoint package."""
+    """Lets the checkpoint package recognize checkpoints of other toolkits, and open FleetX checkpoints."""
 
     # The conversion modules are slow to import, so they are imported only for a directory that is not in the
     # format of ppfleetx.

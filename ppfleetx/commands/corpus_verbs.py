@@ -129,7 +129,7 @@ def _size(prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibCorpus(Command):
-    """Write the source files of Python's standard library, as installed here, as JSON Lines. This is a text
+    """Write the source files of the installed Python's standard library as JSON Lines. The result is a text
     corpus for experiments that needs no download.
     """
 

@@ -261,7 +261,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """Return the prompts in ``Generation.prompt_file``, else ``Generation.prompt``, else
+    """Return the prompts in the file ``Generation.prompt_file``, else in ``Generation.prompt``, else
     :data:`DEFAULT_PROMPT`. Each line of a ``.jsonl`` file is a JSON string, or an object with a string under
     ``prompt``. In any other file, and in ``-`` (standard input), each line is a prompt. Blank lines are
     skipped."""

@@ -62,7 +62,8 @@ class Inspect(Command):
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """Compile the regular expression of ``--filter``, if given. Raises ConfigError if it is invalid."""
+    """Compile the regular expression of ``--filter``, if it is given. Raises ConfigError if the expression is
+    invalid."""
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
@@ -96,8 +97,8 @@ def verify(path: str) -> int:
 
 
 def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
-    """Print the tensors that differ between two checkpoints. Returns the exit code: 1 if there are any, else
-    0."""
+    """Print the tensors that differ between two checkpoints. Returns the exit code: 1 if any tensor differs,
+    else 0."""
     from ppfleetx.checkpoint import inspect
     from ppfleetx.checkpoint.resolve_checkpoint import open_named
 

@@ -131,8 +131,8 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
     """Context manager that yields a temporary directory with ppfleetx's files at the git commit ``commit``.
-    For None it yields None, which stands for the running ppfleetx. Raises UserError if there is no such
-    commit."""
+    If ``commit`` is None, it yields None, which stands for the running ppfleetx. Raises UserError if there is
+    no such commit."""
     if commit is None:
         yield None
         return
@@ -177,7 +177,8 @@ def _relative(a: float, b: float) -> float:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Draw the loss curves of two runs and, below, their relative difference, as a picture."""
+    """Draw the loss curves of two runs, with their relative difference below, and write the picture to
+    ``path``."""
     pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]

@@ -26,7 +26,7 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's configuration before it is loaded: a file or a checkpoint's own configuration, and
+    """A model's configuration before loading: the user's file or the checkpoint's own configuration, and
     overrides."""
 
     config: ConfigSource

@@ -146,7 +146,7 @@ def flags_of(one: Field[Any]) -> tuple[str, ...]:
 
 
 def positive_int(text: str) -> int | None:
-    """Parse an integer of at least 1. Returns None if the text is not one."""
+    """Parse an integer of at least 1. Returns None if ``text`` is anything else."""
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 

@@ -108,7 +108,8 @@ class Prepare(Command):
         print(report)
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that the options name. Raises DataError if they name none, or more than one."""
+        """Load the tokenizer that the options name. Raises DataError if they name no tokenizer, or more than
+        one."""
         from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
         names_vocab, names_merges = self.vocab_file is not None, self.merge_file is not None

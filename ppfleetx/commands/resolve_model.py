@@ -104,7 +104,7 @@ def _remove_if_unused(place: Path, lock: IO[str]) -> None:
 
 def _temporary_root() -> Path:
     """Create the parent of all temporary directories, and return its path. Raises CheckpointError if other
-    users could change it.
+    users could change the directory.
     """
     root = Path(tempfile.gettempdir()) / f"ppfleetx-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
@@ -171,7 +171,7 @@ class ResolvedModel:
         them.
 
         Args:
-            given: the user's overrides. If they name a tokenizer, the checkpoint's is not used.
+            given: the user's overrides. If they name a tokenizer, the checkpoint's tokenizer is not used.
             option: the command-line option that named the model, for messages.
             key: the configuration key to set to the checkpoint's path.
         """
@@ -187,14 +187,14 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
     """Find the model that the user names, and convert it if necessary.
 
     Args:
-        place: a run, one checkpoint in it, a directory of Hugging Face or FleetX, a GGUF file, or ``hf:NAME``
-            for a model of the Hugging Face hub.
+        place: a run, one of its checkpoints, a directory of Hugging Face or FleetX, a GGUF file, or
+            ``hf:NAME`` for a model of the Hugging Face hub.
         stack: temporary files are removed when this stack is closed.
         with_config: whether the model's own configuration is needed.
 
     Raises:
         CheckpointError: there is no model, or its configuration is unknown.
-        ConfigError: the checkpoint's configuration has settings beyond model and data.
+        ConfigError: the checkpoint's configuration has settings that do not describe the model or its data.
     """
     import_named_plugins()  # PPFLEETX_PLUGINS: the model can use layers that a plugin registers
     is_of_hub = hub_name(place) is not None
@@ -235,8 +235,8 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Raise ConfigError if the configuration in a checkpoint has settings other than those of model and
-    data."""
+    """Raise ConfigError if the configuration in a checkpoint has settings that do not describe the model or
+    its data."""
     # A checkpoint from a stranger must not choose, for example, which files are overwritten.
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}

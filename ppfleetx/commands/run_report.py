@@ -65,7 +65,7 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer stored in the run's directory, or else the one that the configuration names."""
+        """The tokenizer stored in the run's directory, or else the tokenizer that the configuration names."""
         own = self.directory / "tokenizer"
         found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(self.cfg)
         if found is None:

@@ -250,7 +250,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Translate(Command):
-    """Print a configuration or a command line of another toolkit as a configuration of ppfleetx.
+    """Translate another toolkit's configuration or command line to a ppfleetx configuration, and print it.
 
     A comment on each key of the result names its source: file, line and key of the other toolkit. The toolkit
     is recognized by its keys or options. docs/dialects/ has a page for each toolkit.

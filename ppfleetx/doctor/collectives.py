@@ -136,9 +136,9 @@ The last collective is only tested in expert-parallel groups."""
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Test the collectives in every process group of this process, and yield a report row for each. All
-    processes of the job must call this. ``announce`` gets the name of each test before it starts. ``sizes``
-    are the message sizes in bytes; None: the default sizes of the device."""
+    """Test the collectives in every process group of this process, and yield a report row for each test. All
+    processes of the job must call this function. ``announce`` gets the name of each test before it starts.
+    ``sizes`` are the message sizes in bytes; None: the default sizes of the device."""
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:

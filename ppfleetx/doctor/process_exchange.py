@@ -1,7 +1,7 @@
 """Exchange values between the processes that the doctor examines, over plain sockets.
 
-The first process is the *host*; the others, the *guests*, are connected to it. Every wait has a time limit.
-If it expires, the error names the process that did not answer.
+The first process is the *host*. The other processes, the *guests*, connect to the host. Every wait has a time
+limit; when the limit expires, the error names the process that did not answer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Answer:
 def open_meeting(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
-    """Connect this process to the others of a job with ``size`` processes. The first process listens at the
-    address ``point``. Raises RendezvousError if a process does not arrive within ``seconds``, or the address
-    cannot be used.
+    """Connect this process to the other processes of the job, which has ``size`` processes. The first process
+    listens at the address ``point``. Raises RendezvousError if a process does not arrive within ``seconds``,
+    or the address cannot be used.
 
     Args:
         name: the name of this process in messages.
