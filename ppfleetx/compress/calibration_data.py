@@ -1,4 +1,4 @@
-"""Read windows of token ids to calibrate and evaluate a compressed model."""
+"""Read windows of token ids on which a compressed model is calibrated and evaluated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _MEASURED = 10  # the last tenth of the tokens is reserved for evaluation
 
 @dataclass(frozen=True)
 class Samples:
-    """Windows of token ids, int64 ``[windows, s + 1]``: s input tokens, and one more for the labels.
+    """Token ids for calibration and evaluation, int64 ``[windows, s + 1]``. Each window has s input tokens
+    and one more token, because the labels are the inputs shifted by one position.
 
     Attributes:
-        calibration: windows for calibration.
-        measured: windows on which perplexity is measured.
+        calibration: the windows for calibration.
+        measured: the windows on which perplexity is measured.
     """
 
     calibration: np.ndarray
@@ -32,10 +33,11 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Read windows of tokens for calibration and evaluation from a corpus or a text file.
+    """Read windows of tokens for calibration and evaluation from a corpus or a text file. Evaluation
+    windows come from the last tenth of the tokens, calibration windows from the rest.
 
     Args:
-        place: the path prefix of a .bin/.idx corpus, or a text file.
+        place: the path prefix of a token corpus, or a ``.txt``, ``.text`` or ``.md`` file.
         tokenizer: needed for a text file.
         seq_len: input tokens per window.
         num_windows: maximum number of calibration windows. Evaluation uses at most half as many, but at least

@@ -1,4 +1,4 @@
-"""Distillation (Hinton et al., 2015): train a model, the student, on the outputs of another one, the teacher.
+"""Distillation (Hinton et al., 2015): train a student model on the outputs of a teacher model.
 
 The loss of a token is ``hard_weight`` times the cross entropy plus ``soft_weight`` times T^2 KL(p || q),
 where p and q are the distributions of teacher and student at temperature T.
@@ -37,7 +37,7 @@ _HIDDEN = -1e9  # logit of padding ids
 
 
 class Distillation(WrappedTask):
-    """Wraps a language-modeling task, and adds the divergence from a teacher's outputs to its loss."""
+    """A language-modeling task whose training loss includes the divergence from a teacher's outputs."""
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
         super().__init__(task)
@@ -125,9 +125,17 @@ def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFac
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """Build the teacher from the checkpoint at ``place``, with the weights that this rank needs. Raises
-    CheckpointError if the vocabularies of teacher and student differ; ConfigError if the student's parallel
-    plan cannot be used for a teacher with experts."""
+    """Build the teacher from the checkpoint at ``place``, in evaluation mode and without gradients. Only
+    the weights that this rank needs are loaded.
+
+    Args:
+        place: a checkpoint.
+        student: the ``Model`` section of the student.
+        factory: makes layers for the student's parallel plan, which the teacher uses too.
+
+    Raises CheckpointError if the vocabularies of teacher and student differ; ConfigError if the student's
+    parallel plan cannot be used for a teacher with experts.
+    """
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
     if model.vocab_size != student.vocab_size:
@@ -163,7 +171,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_format(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """Return the quantization format of a checkpoint's weights; None if they are not quantized."""
+    """Return the ``Compress.Weights`` section of a checkpoint; None if its weights are not quantized."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)
@@ -178,7 +186,7 @@ def divergence(
         student, teacher: logits ``[s, b, V]``; only the student gets a gradient.
         true_vocab: vocabulary size without padding.
         temperature: divides the logits of both.
-        group: the tensor-parallel group over which V is split; None: V is whole.
+        group: the tensor-parallel group over which V is split; None: V is not split.
     """
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 

@@ -1,7 +1,8 @@
 """Structured pruning: remove attention groups, feed-forward units, experts and whole layers from a model.
 
 An attention group is a key/value head with its query heads. A feed-forward unit is one hidden feature of an
-MLP. Each layer loses the same number of groups, of units, and of experts. Shared experts are kept.
+MLP. Every layer loses the same number of groups; the same holds for units and for experts. Shared experts
+are not pruned.
 
 Shape letters: g attention groups, f feed-forward units, E experts.
 """
@@ -25,7 +26,7 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.spec import model_spec, parameter_shapes
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-"""Matches a parameter's name: (layer number, name within the layer)."""
+"""Matches a parameter name in a layer. Regex group 1 is the layer number, group 2 the name in the layer."""
 _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -44,8 +45,8 @@ class Parts:
 
     Attributes:
         of_groups: True if the parts are attention groups, False if they are feed-forward units.
-        axis: the dimension along which the parts follow each other.
-        width: the number of elements of each part along ``axis``.
+        axis: the dimension that is divided into parts.
+        width: the number of elements along ``axis`` in each part.
     """
 
     of_groups: bool
@@ -53,7 +54,7 @@ class Parts:
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """Return the indices along ``axis`` of the elements of several parts.
+        """Return the indices along ``axis`` that belong to the parts ``which``.
 
         Args:
             which: the numbers of the parts.
@@ -106,12 +107,12 @@ def sizes_after(
     Args:
         ratio: the fraction to remove from each layer.
         part: what to prune: attention groups, feed-forward units, or both.
-        multiple: the remaining number of groups or units is rounded up to a multiple of this, but not above
-            the number before pruning.
-        drop_layers: layers to remove as a whole.
+        multiple: the remaining number of groups or units is rounded up to a multiple of this number, but
+            not above the number before pruning.
+        drop_layers: indices of layers to remove as a whole.
 
-    Raises ConfigError if the network cannot be pruned, if too little would remain, or if nothing would
-    change.
+    Raises ConfigError if the network cannot be pruned, an argument is out of range, no head, unit or layer
+    would remain, or nothing would change.
     """
     check_network(model)
     check_share(ratio, multiple)
@@ -156,7 +157,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def _rounded_up(total: int, ratio: float, multiple: int) -> int:
-    """Return what is left of ``total`` parts, rounded up to a multiple of ``multiple``."""
+    """Return how many of ``total`` parts remain after pruning the fraction ``ratio``, rounded up to a
+    multiple of ``multiple``, but not above ``total``."""
     return min(-(-(total - parts_out(total, ratio)) // multiple) * multiple, total)
 
 
@@ -220,8 +222,10 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
     feed-forward unit, in float64.
 
     Args:
-        values: the matrix, or a slice with complete groups or units. bfloat16 values are passed as their
+        values: the matrix, or a slice with complete groups or units. A bfloat16 matrix is passed as its
             bits, uint16.
+        dtype: the element type of ``values``, named as in safetensors files.
+        parts: how the matrix is divided into groups or units.
     """
     # Sums in float64 do not depend on the parallel plan that saved the checkpoint.
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
@@ -231,8 +235,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: GroupsAndUnits, sizes: Sizes) -> GroupsAndUnits:
-    """Return the indices of the groups and units with the largest scores. ``sizes`` says how many to keep. If
-    scores are equal, the first groups or units are kept."""
+    """Return the sorted indices of the groups and units with the largest scores. ``sizes`` says how many to
+    keep. Among equal scores, the lower index is kept."""
     return GroupsAndUnits(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 
@@ -246,9 +250,13 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 def pruned_tensors(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, GroupsAndUnits]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (name, tensor) of the pruned model, with layers renumbered. Tensors are read lazily.
+    """Yield (name, tensor) for each parameter of the pruned model, with layers renumbered. Tensors are read
+    lazily.
 
-    ``kept`` has the indices of the groups and units to keep, by layer number before pruning.
+    Args:
+        tensors: the tensors of the original model.
+        model: the network before pruning.
+        kept: layer number before pruning -> indices of the groups and units to keep.
     """
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
@@ -307,8 +315,8 @@ def pruned_mixtures(model: ModelConfig, num_experts: int) -> ModelConfig:
 def router_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, criterion: Criterion
 ) -> dict[int, np.ndarray]:
-    """Score experts by the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of their router weights.
-    Returns ``[E]`` by layer number."""
+    """Score experts by the sum of magnitudes (``l1_norm``) or squares (``l2_norm``) of their router
+    weights. Returns layer number -> scores ``[E]``."""
     scores = {}
     for layer in model.moe.mixture_layers(model.num_layers):
         weight = tensors[f"decoder.layers.{layer}.mlp.router.weight"]
@@ -318,8 +326,9 @@ def router_scores(
 
 
 def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
-    """Return the sorted indices of the experts with the largest ``scores [E]``. If scores are equal, the
-    first experts are kept. Each of the ``num_groups`` routing groups keeps the same number of experts."""
+    """Return the sorted indices of the ``num_experts`` experts with the largest ``scores [E]``. Among equal
+    scores, the lower index is kept. With ``num_groups`` routing groups, each group keeps the same number of
+    experts."""
     grouped = scores.reshape(num_groups or 1, -1)
     best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
     return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))
@@ -328,19 +337,19 @@ def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -
 def without_experts(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, small: ModelConfig, kept: Mapping[int, np.ndarray]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (name, tensor) of a model after removing experts. Tensors are read lazily. The measured loads of
-    the experts are replaced by equal loads.
+    """Yield (name, tensor) for each parameter of a model after experts are removed. Tensors are read
+    lazily. The measured loads of the experts are replaced by equal loads.
 
     Args:
         tensors: the tensors of the original model.
-        model, small: the networks before and after.
-        kept: the indices of the experts to keep, by layer number.
+        model, small: the network before and after removal.
+        kept: layer number -> indices of the experts to keep.
     """
     before, after = parameter_shapes(model), parameter_shapes(small)
     for name, tensor in tensors.items():
         if name not in after or before[name] == after[name]:
             yield name, tensor
-        elif is_router_load(name):  # fractions of the tokens of a step; start again from equal loads
+        elif is_router_load(name):  # each expert's fraction of a step's tokens; restart from equal loads
             share = np.full(after[name], 1 / small.moe.num_experts, np.float32)
             yield name, LazyTensor("F32", after[name], lambda share=share: share)
         else:

@@ -33,8 +33,8 @@ from ppfleetx.utils.log import get_logger
 
 
 class PruningInTraining:
-    """Prunes a model during training as ``Compress.Prune`` schedules. All ranks call its methods together.
-    Raises ConfigError if the network cannot be pruned in this way."""
+    """Prunes a model during training, on the schedule in ``Compress.Prune``. All ranks must call each
+    method together. Raises ConfigError if the network cannot be pruned during training."""
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> None:
         assert cfg.Compress.pruning is not None
@@ -45,13 +45,13 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune the model if the schedule requires it at ``step``. Raises ConfigError if pruned parts are no
-        longer zero."""
+        """Prune the model if pruning is due after ``step`` optimizer steps. Call this before each training
+        step. Raises ConfigError if parts that were pruned earlier are no longer zero."""
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
         self._step, share = step, self._options.share_after(step)
-        # The first call after a start or a rollback prunes at any step, because the checkpoint may be older
-        # than the latest pruning.
+        # The first call after a start or a rollback prunes at any step, because the loaded checkpoint may be
+        # older than the latest pruning.
         if not share or (self._begun and not self._options.is_due(step)):
             return
         out = self._counts(share)
@@ -66,8 +66,8 @@ class PruningInTraining:
             get_logger().info(f"pruned after {step} steps: {self._summary()}")
 
     def finish(self) -> None:
-        """Log, at the end of training, how much was pruned and the command that removes the zeros. Raises
-        ConfigError if pruned parts are not zero."""
+        """Log how much was pruned, and the command that removes the zeros from the checkpoint. Call this at
+        the end of training. Raises ConfigError if pruned parts are not zero."""
         if not self._begun:
             return
         self._check_zeros(self._scores())
@@ -81,7 +81,7 @@ class PruningInTraining:
 
     @property
     def zero_share(self) -> float:
-        """The fraction of all elements of the layers' matrices that has been pruned so far."""
+        """The fraction of the elements in the layers' matrices that has been pruned so far."""
         zero = total = 0.0
         for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape
@@ -93,7 +93,8 @@ class PruningInTraining:
         return zero / total
 
     def _counts(self, share: float) -> tuple[int, int]:
-        """Return how many attention groups and units to prune per layer for the fraction ``share``."""
+        """Return the numbers of attention groups and of feed-forward units to prune in each layer, for the
+        fraction ``share``."""
         part, model = self._options.part, self._model
         groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
         return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
@@ -118,8 +119,8 @@ class PruningInTraining:
             first = piece.first + (0 if piece.parts.of_groups else groups)
             sums[piece.parts.axis, piece.layer, first : first + len(mass)] = mass
         if self._ctx.world_size > 1:
-            # Only one rank has each number, and the others have zero. Summing the bits as integers is exact
-            # and works on all devices, unlike a float64 all-reduce.
+            # Each sum is nonzero on one rank only. Adding the bits as integers is therefore exact, and works
+            # on all devices, unlike a float64 all-reduce.
             bits = paddle.to_tensor(sums.view(np.int64))
             distributed.all_reduce(bits)
             sums = bits.numpy().view(np.float64)
@@ -141,7 +142,8 @@ class PruningInTraining:
         their optimizer states. Returns how many groups and units, in total, were not zero before.
 
         Args:
-            out: the number of groups and of units in each layer to set to zero.
+            scores: the scores of each layer.
+            out: the numbers of groups and of units to set to zero in each layer.
         """
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
@@ -177,10 +179,12 @@ class PruningInTraining:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's slice of a parameter that can be pruned. It consists of whole attention groups or
+    """This rank's slice of a parameter that can be pruned. The slice consists of whole attention groups or
     feed-forward units.
 
     Attributes:
+        name: the name of the parameter.
+        layer: the number of the layer.
         parts: how the parameter is divided into groups or units.
         first: the number of the first group or unit in the slice.
         count: the number of groups or units in the slice.

@@ -15,10 +15,10 @@ class LayerReport:
 
     Attributes:
         bits: bits per element after quantization.
-        before, after: bytes before and after quantization, including scales.
+        before, after: size of the weight in bytes before and after quantization, including scales.
         weight_error: relative root mean square error of the weight.
-        output_error: relative root mean square error of the layer's output; None if it was not measured, for
-            example without calibration data, or for an embedding table.
+        output_error: relative root mean square error of the layer's output. None if it was not measured,
+            for example for an embedding table, or because there was no calibration data.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Report:
 
     Attributes:
         layers: a report for each quantized layer, in model order.
-        kept: bytes of all parameters that were not quantized.
-        perplexity_before, perplexity_after: perplexity on the evaluation data; None without data.
-        num_measured: number of tokens of the evaluation data.
-        on_trained_grid: number of matrices rounded as in quantization-aware training.
+        kept: size in bytes of all parameters that were not quantized.
+        perplexity_before, perplexity_after: perplexity on the evaluation data; None without such data.
+        num_measured: number of tokens in the evaluation data.
+        on_trained_grid: number of matrices that were rounded exactly as in quantization-aware training.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Report:
     on_trained_grid: int = 0
 
     def set_output_errors(self, errors: Mapping[str, float]) -> None:
-        """Set the output errors of layers, given by layer name. Other layers are unchanged."""
+        """Set the output errors of the layers named in ``errors``. Other layers are unchanged."""
         self.layers = [
             replace(layer, output_error=errors.get(layer.name, layer.output_error)) for layer in self.layers
         ]

@@ -1,5 +1,5 @@
-"""Post-training quantization of a checkpoint. The stages of the model, such as the embedding or one block,
-are quantized one at a time to save memory."""
+"""Post-training quantization of a checkpoint. To save memory, the stages of the model, such as the
+embedding or one block, are quantized one at a time."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ from ppfleetx.utils.progress_bar import track
 Method = Literal["rtn", "gptq"]
 _SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 GROUPS = (32, 16, 8)
-"""Group sizes to try if the user gives none; the first that fits is used. The last size is not used for 8
-bits, because its scales would take too much space."""
-_ROWS = 4  # windows per pass
-_MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative output error above which we warn
+"""Group sizes to try, in this order, if the user gives none. The first size that divides the number of
+input features of every matrix is used. The last size is not used for 8 bits, because its scales would take
+too much space."""
+_ROWS = 4  # windows per batch
+_MOST_ERROR = {8: 0.1, 4: 0.3}  # bits -> relative output error above which a warning is logged
 _MOST_WARNINGS = 5
-_OUTLIER = 20  # a feature is an outlier above this multiple of the median of all features
+_OUTLIER = 20  # a feature is an outlier if it exceeds the median of all features by more than this factor
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,11 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Return the quantization settings ``weights`` with ``group_size`` and ``asymmetric`` chosen for the
-    model. With 4 bits, matrices that cannot be stored in 4 bits are left out, with a warning. Raises
-    ConfigError if this leaves out all matrices."""
+    """Choose ``group_size`` and ``asymmetric`` for the model. Returns a copy of ``weights`` with both values.
+
+    With 4 bits, matrices whose number of input features is not a multiple of GROUP_MULTIPLE are added to
+    ``skip``, with a warning. Raises ConfigError if this applies to all matrices.
+    """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
         common = math.gcd(model.hidden_size, *wanted.values())
@@ -136,7 +139,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
             f"{GROUP_MULTIPLE} at a time: they stay as they are (--to int8 takes them)"
         )
         weights = weights.model_copy(update={"skip": (*weights.skip, *patterns)})
-    if model.hidden_size % GROUP_MULTIPLE or not wanted:  # no group size divides the embedding
+    if model.hidden_size % GROUP_MULTIPLE or not wanted:  # no group size divides hidden_size
         weights = weights.model_copy(update={"asymmetric": False})
     if not wanted:  # --skip names all of them
         return weights
@@ -160,9 +163,8 @@ class Quantizer:
     """Quantizes the model in a checkpoint: call `run`, and then read the attribute `report`.
 
     Args:
-        room: an empty directory for temporary files. The results of `run` are read from it when they are
-            saved.
-        samples: data for calibration and evaluation; None: neither is done.
+        room: an empty directory for temporary files. The tensors that `run` returns read their data from it.
+        samples: data for calibration and evaluation; if None, neither is done.
     """
 
     def __init__(
@@ -183,9 +185,12 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns all its tensors as slices. They must be saved before the directory
-        ``room`` is deleted, because their data is there. Raises DataError if a weight is NaN or infinite;
-        CheckpointError if the checkpoint does not fit the model."""
+        """Quantize the model. Returns all its tensors. Save them before the directory ``room`` is deleted,
+        because their data is there.
+
+        Raises DataError if a weight is NaN, infinite, or too large for an asymmetric grid; CheckpointError
+        if the checkpoint does not fit the model.
+        """
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
         small_stages = stages
@@ -227,7 +232,8 @@ class Quantizer:
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """Quantize the matrices of a stage, and add them to the report. Returns them by parameter name."""
+        """Quantize the matrices of a stage, and add them to the report. Returns the quantized matrices by
+        parameter name."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -256,7 +262,7 @@ class Quantizer:
     def _round(self, linear: str, parameter: paddle.Tensor, form: Form, hessian: np.ndarray | None) -> Stored:
         values = parameter.numpy()
         is_table = parameter.info.kind == "word_embedding"
-        weight = values.T if is_table else values  # an embedding table has one scale per row
+        weight = values.T if is_table else values  # a table's rows are quantized like output features
         try:
             if hessian is not None and self._options.method == "gptq":
                 stored = gptq(weight, hessian, form)
@@ -301,8 +307,8 @@ class Quantizer:
                 self._put(name, parameter.numpy())
 
     def _in_stored_types(self) -> list[TensorSlice]:
-        """Return all tensors, and add the size of those that were not quantized to the report. Unchanged
-        tensors that the checkpoint has in 16 bits are returned in 16 bits."""
+        """Return all tensors of the quantized model, and set ``report.kept``. A tensor that was not
+        quantized is returned in 16 bits if the checkpoint stores it in 16 bits."""
         types = {name: self._checkpoint.entry(name).dtype for name in self._checkpoint.names()}
         tensors = [one for ready in self._ready.values() for one in in_stored_types([ready], types)]
         quantized = {f"{layer.name}.{part}" for layer in self.report.layers for part in ("weight", "scale")}
@@ -310,7 +316,8 @@ class Quantizer:
         return tensors
 
     def _warn(self) -> None:
-        """Warn of layers whose output changed too much, and of outliers that may be the reason."""
+        """Log warnings about layers whose output changed too much, and about outliers that may be the
+        reason."""
         weights, most = self._options.weights, _MOST_ERROR[self._options.weights.bits]
         remedies = ["a smaller --group"]
         if weights.activation_bits is not None:
@@ -349,8 +356,8 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Load the weights of a quantized stage into ``layer``: as integers into quantized linear layers, and
-        dequantized into ordinary ones."""
+        """Load the quantized weights into the stage ``layer``. Its quantized layers get integers, its
+        ordinary layers get dequantized weights."""
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
@@ -360,7 +367,8 @@ class Quantizer:
 
 
 def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
-    """Describe the most extreme input feature of a layer, for a warning. Empty if none is an outlier.
+    """Describe the most extreme input feature of a layer, for a warning. Returns an empty string if no
+    feature is an outlier.
 
     Args:
         inputs: the largest magnitude ``[k]`` of each input feature.
@@ -396,8 +404,8 @@ class _OutputErrors:
         self._squares[name] = self._squares.get(name, np.zeros(2)) + squares
 
     def errors(self) -> dict[str, float]:
-        """Return {linear layer: relative output error}. This is the root mean square of the error divided by
-        the root mean square of the output."""
+        """Return {linear layer: relative output error}. The relative error is the root mean square of the
+        error divided by the root mean square of the output."""
         return {
             name.removesuffix(".weight"): math.sqrt(change / size) if size else 0.0
             for name, (change, size) in self._squares.items()
@@ -406,12 +414,13 @@ class _OutputErrors:
 
 @dataclass
 class _Inputs:
-    """Context manager that records statistics of the inputs X of linear layers during forward passes.
+    """Context manager that records statistics of the inputs of linear layers during forward passes. X is
+    the matrix of all inputs ``[tokens, k]`` of one layer, with k input features.
 
     Attributes:
         layer: the stage that contains the linear layers.
         linears: the names of the linear layers.
-        sums: name -> ``X^T X [k, k]`` float64, for k input features.
+        sums: name -> ``X^T X [k, k]``, float64.
         largest: name -> the largest magnitude ``[k]`` of each input feature.
     """
 
@@ -446,7 +455,7 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Update the statistics after SmoothQuant has divided the inputs by ``factors``."""
+        """Adapt the statistics to SmoothQuant, which has divided the inputs by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor
@@ -464,17 +473,18 @@ class _Activations:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Run an original stage on the calibration data that has passed through the quantized stages before
-        it, so that the inputs of its linear layers can be recorded."""
+        """Run the unquantized stage ``layer`` on the calibration data, so that hooks can record the inputs
+        of its linear layers. The data has already passed through the quantized versions of all earlier
+        stages."""
         for state in self._calibration:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Pass the calibration data through one quantized stage, and the evaluation data through both the
-        original and the quantized stage.
+        """Pass the calibration data through the quantized stage ``small``, and the evaluation data through
+        ``layer`` and ``small`` separately.
 
         Args:
-            layer: the original stage.
+            layer: the unquantized stage.
             small: the quantized stage.
             is_last: whether this is the last stage. If so, only the evaluation data is passed.
         """
@@ -491,7 +501,7 @@ class _Activations:
         return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
-        """Return the perplexities of the original and of the quantized model after the last stage."""
+        """Return the perplexities of the original and the quantized model. Call this after the last stage."""
         return tuple(
             math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
         )

@@ -1,5 +1,5 @@
-"""Round matrices to grids of few bits: round to nearest, GPTQ, SmoothQuant, and the grid of
-quantization-aware training.
+"""Round matrices to low-bit grids: round to nearest, GPTQ, SmoothQuant, and the grid of quantization-aware
+training.
 
 A grid is the set of values to which elements can be rounded. An integer q stands for ``q * scale`` on a
 symmetric grid, and for ``q * scale + offset`` on an asymmetric grid.
@@ -26,11 +26,11 @@ from ppfleetx.config.sections.compress import QUANTIZER, Form, QuantizationConfi
 
 ScaleMethod = Literal["absmax", "mse"]
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""The smallest scale, used if all elements are zero; smaller scales would be denormal."""
+"""The smallest scale, used if all elements are zero. Smaller float32 numbers are denormal."""
 _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
-"""Fractions of the largest magnitude that ``mse`` tries as the end of the grid."""
+"""Fractions of the largest magnitude that the method ``mse`` tries as the largest value of the grid."""
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of a group's range that are tried as the range of an asymmetric grid."""
+"""Fractions of a group's range, maximum minus minimum, to try as the range of an asymmetric grid."""
 _LARGEST_HALF, _SMALLEST_HALF = np.float32(65504), np.float32(2**-24)
 
 
@@ -55,7 +55,8 @@ def scales_of(
 
     Args:
         per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
-        group_size: how many consecutive input features form a group, which shares a scale; None: all.
+        group_size: how many consecutive input features form a group, which shares a scale; if None, all
+            input features are one group.
         method: ``absmax`` makes the largest magnitude the largest value of the grid. ``mse`` searches for the
             scale with the smallest squared rounding error.
 
@@ -73,11 +74,10 @@ def scales_of(
 
 
 def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None = None) -> np.ndarray:
-    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid. Raises DataError if a
-    weight is NaN, or too large for float16.
+    """Compute scales and offsets for rounding ``weight [k, n]`` to an asymmetric grid.
 
-    Returns float16 ``[2 g, n]`` for g groups of input features: for each group a row of scales and then a row
-    of offsets.
+    Returns float16 ``[2 g, n]`` for g groups of input features: for each group a row of scales and then a
+    row of offsets. Raises DataError if a weight is NaN, infinite, or too large for float16.
     """
     if not (np.abs(weight) <= _LARGEST_HALF).all():  # also finds NaN
         raise DataError(
@@ -85,7 +85,7 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
             "place on a grid with offsets"
         )
     grouped = _grouped(np.asarray(weight, np.float32), _num_groups(weight.shape[0], group_size))
-    # Of the grids tried, the one with the smallest squared error is chosen for each group and column.
+    # For each group and output feature, choose the grid with the smallest squared error.
     best, least = None, None
     for grid in _grids(grouped, bits):
         # Try the grid as it is, and after a least-squares fit to the weights.
@@ -115,7 +115,7 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0
         yield _grid_through(largest / 127, np.float32(0), at=0)
-    else:  # Q4_0: the largest magnitude is at the end of the longer side
+    else:  # Q4_0: the element of largest magnitude is the highest level if positive, else the lowest
         end = 2 ** (bits - 1)
         yield _grid_through(
             largest / end, np.where(high > -low, high, low), at=np.where(high > -low, end - 1, -end)
@@ -127,8 +127,8 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and offset, both rounded to float16, of the asymmetric grid with
-    ``at * scale + offset = value``.
+    """Return the scale and the offset of the asymmetric grid on which the integer ``at`` stands for
+    ``value``: ``at * scale + offset = value``. Both are rounded to values of float16.
 
     Args:
         step: the scale before rounding.
@@ -150,8 +150,8 @@ def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray, *, asymmetric: bool = False) -> np.ndarray:
-    """Convert quantized integers ``[k, n]`` to float32. If ``asymmetric``, each row of ``scales`` is followed
-    by a row of offsets."""
+    """Convert quantized integers ``levels [k, n]`` to float32. If ``asymmetric``, ``scales`` has a row of
+    offsets after each row of scales."""
     steps = scales[0::2] if asymmetric else scales
     values = _grouped(levels.astype(np.float32), len(steps)) * steps[:, np.newaxis].astype(np.float32)
     if asymmetric:
@@ -207,7 +207,7 @@ class Stored:
         form: the storage format.
         is_table: whether this is an embedding table, for which both arrays are transposed.
 
-    Matrices of experts have one more dimension in front.
+    For experts, both arrays have an additional first dimension: the expert.
     """
 
     levels: np.ndarray
@@ -216,7 +216,8 @@ class Stored:
     is_table: bool = False
 
     def packed(self) -> np.ndarray:
-        """Return the integers as stored: int8, or two 4-bit integers per byte, uint8 ``[k / 2, n]``."""
+        """Return the integers as they are stored: int8 ``[k, n]`` for 8 bits, or uint8 ``[k / 2, n]`` with
+        two 4-bit integers per byte."""
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
@@ -263,14 +264,14 @@ def nearest(weight: np.ndarray, form: Form) -> Stored:
 def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
     if form.asymmetric:
         return asymmetric_scales_of(weight, form.bits, form.group_size)
-    # Clipping the largest numbers reduces the error with few bits, but not with 8.
+    # Clipping the largest weights reduces the error with few bits, but not with 8.
     method = "mse" if form.bits < 8 else "absmax"
     return scales_of(weight, form.bits, group_size=form.group_size, method=method)
 
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022), with the same scales as rounding to
-    nearest.
+    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022). The scales are the same as in rounding
+    to nearest.
 
     Args:
         hessian: ``X^T X [k, k]`` in float64, where X are the layer's inputs.
@@ -306,16 +307,21 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     diagonal = np.diag(damped)
     added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # keeps unused features invertible
     damped[np.diag_indices_from(damped)] += added
-    # Reversing rows and columns before and after makes U = inverse(L) with H = L L^T, half the work of
-    # inverting H.
+    # With rows and columns reversed before and after, U is the inverse of L in H = L L^T. This is half the
+    # work of inverting H.
     lower = paddle.linalg.cholesky(paddle.to_tensor(damped[::-1, ::-1].copy()))
     inverse = paddle.linalg.triangular_solve(lower, paddle.eye(len(damped), dtype="float64"), upper=False)
     return inverse.numpy()[::-1, ::-1]
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """Return the root mean square of the rounding error, divided by the root mean square of the matrix. It is
-    0 for a zero matrix."""
+    """Return the root mean square of the rounding error, divided by the root mean square of ``weight``.
+    Returns 0 if ``weight`` is zero.
+
+    Args:
+        weight: the matrix before quantization.
+        held: the dequantized matrix.
+    """
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
@@ -326,7 +332,7 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 
     Args:
         weight: W ``[k, n]``.
-        held: the values of the quantized W ``[k, n]``.
+        held: the dequantized W ``[k, n]``.
         hessian: ``X^T X [k, k]``.
     """
     squares = hessian.astype(np.float32)
@@ -339,9 +345,9 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """Quantize a layer's ``weight [k, n]`` exactly as quantization-aware training with ``cfg`` rounded it.
-    Returns None if training did not round this layer, or rounded it to more bits than the storage format
-    ``form`` has."""
+    """Quantize ``weight [k, n]`` of the layer ``linear`` exactly as quantization-aware training with the
+    settings ``cfg`` rounded it. Returns None if training did not round this layer, or rounded it to more
+    bits than the storage format ``form`` has."""
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
         return None
@@ -361,7 +367,7 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block that read the output of a norm.
+    """Apply SmoothQuant (Xiao et al., 2022) to one block: to each linear layer whose input comes from a norm.
 
     Args:
         parameters: the parameters of the block, which are changed in place.
@@ -383,7 +389,7 @@ def smooth_block(
 
 
 def _after_norms(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield (name of the linear layer, name of the norm) for each linear layer that reads the output of a
+    """Yield (name of the linear layer, name of the norm) for each linear layer whose input comes from a
     norm. Norms without weights are left out."""
     for name in list(parameters):
         for linear, norm in _NORM_OF.items():

@@ -1,7 +1,7 @@
 """Measure the importance of attention groups, feed-forward units and experts on calibration data.
 
 The importance of a group or unit is its first-order effect on the loss (Michel et al., "Are Sixteen Heads
-Really Better than One?", 2019). The importance of an expert is its share of all routing weight.
+Really Better than One?", 2019). The importance of an expert is its share of the sum of all routing weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def saliency_scores(
     checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray
 ) -> dict[int, GroupsAndUnits]:
     """Compute the importance of every layer's attention groups and feed-forward units, by layer number.
-    ``windows`` are token ids ``[c, s + 1]``: c windows of s input tokens and one more token for the
-    labels."""
+
+    Args:
+        windows: token ids ``[c, s + 1]``: c windows of s input tokens and one more token for the labels.
+    """
     network = _loaded(checkpoint, model)
     parameters = canonical_parameters(network)
     layers = range(model.num_layers)
@@ -54,7 +56,8 @@ def saliency_scores(
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
-    """Compute each expert's share of the routing weights of all tokens: ``[experts]`` by layer number.
+    """Compute each expert's share of the sum of all tokens' routing weights. Returns layer number -> shares
+    ``[experts]``.
 
     Args:
         windows: token ids ``[c, s + 1]``: c windows of s input tokens and one more token, which is not used.
@@ -95,7 +98,7 @@ _READING: dict[str, Callable[[ModelConfig], int]] = {
     "attention.out_proj": lambda model: model.kv_heads,
     "mlp.fc2": lambda model: model.ffn_size,
 }
-"""Linear layer that reads the outputs of prunable parts -> function that returns the number of parts."""
+"""Linear layer that consumes the outputs of prunable parts -> function that returns their number."""
 
 
 def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:

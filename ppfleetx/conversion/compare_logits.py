@@ -1,4 +1,4 @@
-"""Compute logits with our network and with transformers, and compare them, to check a conversion."""
+"""Check a conversion: compute logits with our network and with transformers, and compare them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.utils.process_env import import_paddle
 
 TOLERANCE = 1e-4
 _LENGTH = 32  # tokens per sequence
-# transformers computes rotary angles in float32; the error is 2e-5 at this position.
+# transformers computes rotary angles in float32. At this position, their error is 2e-5.
 _LAST_POSITION_OF_TRANSFORMERS = 256
 _SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
@@ -30,7 +30,7 @@ class Probe:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Probe:
-        """Make a probe of random tokens for a model, the same at every call."""
+        """Make a probe with random tokens for a model. Every call returns the same tokens."""
         length = min(_LENGTH, model.max_position_embeddings)
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
@@ -70,11 +70,13 @@ def our_logits(
 
 
 def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
-    """Return the largest absolute difference between two arrays of logits. Raises CheckpointError if the
-    difference is too large or a logit is not finite.
+    """Return the largest absolute difference between two arrays of logits.
 
     Args:
         whose: the two sources of the logits, for messages, such as ``of A and of B``.
+
+    Raises CheckpointError if a logit is not finite, or if the difference exceeds TOLERANCE times the
+    largest magnitude in ``two`` (or TOLERANCE, if that magnitude is below 1).
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
@@ -87,8 +89,8 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Compute the logits of a Hugging Face directory with transformers, in a process of the interpreter
-    ``python``. Raises CheckpointError if this fails."""
+    """Compute the logits of a Hugging Face directory with transformers, in a subprocess that runs the
+    Python interpreter ``python``. Raises CheckpointError if the subprocess fails."""
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
         np.savez(given, tokens=probe.tokens, positions=probe.positions)
@@ -105,5 +107,6 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
-    # Spread positions reveal errors in slow rotary frequencies and in late rows of a position table.
+    # Positions spread over the whole context reveal errors in low rotary frequencies, and in late rows of
+    # a position embedding.
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

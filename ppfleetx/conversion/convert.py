@@ -42,13 +42,13 @@ class Conversion:
     """The arguments of ``ppfleetx convert``.
 
     Attributes:
-        source, target: the formats of input and output, as ``--from`` and ``--to`` name them.
-        input, output: a directory; for `gguf`, a file.
-        model: the network; None if the source describes it.
+        source, target: the formats of input and output, named as in ``--from`` and ``--to``.
+        input, output: the paths of the source and of the result. Each is a directory, or a file for `gguf`.
+        model: the network; None if the source describes the network.
         dtype: the element type of the output, such as `bfloat16`; None keeps the types of the source.
-        merge: whether to join the files of all ranks of a checkpoint of ppfleetx.
-        plan: the parallel plan for which to split a checkpoint of ppfleetx; None: do not split.
-        tokenizer: a directory of tokenizer files to use in place of the source's.
+        merge: whether to join the rank files of a ppfleetx checkpoint.
+        plan: the parallel plan for which to reshard a ppfleetx checkpoint; None: do not reshard.
+        tokenizer: a directory of tokenizer files, which replace the source's tokenizer.
     """
 
     source: str
@@ -64,9 +64,11 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Run a conversion. Returns the path of the result. Raises CheckpointError if the source cannot be read,
-    has a NaN or an infinity, or has a network that the target format does not support; ConfigError if an
-    argument is wrong."""
+    """Run a conversion. Returns the path of the result.
+
+    Raises CheckpointError if the source cannot be read, a weight is NaN or infinite, the target format does
+    not support the network, or arguments contradict each other; ConfigError if an argument is invalid.
+    """
     _check(job)
     if job.plan is not None:
         return reshard(job.input, job.output, job.plan)
@@ -135,9 +137,10 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
     """Return the `Model` section of the weights to convert.
 
     Args:
-        given: the section from the user; None: use the description in the source of the weights.
+        given: the section from the user; None: use the section that the source of the weights describes.
 
-    Raises CheckpointError if the description is needed but incomplete, or if it contradicts ``given``.
+    Raises CheckpointError if ``given`` is None and the source's description is incomplete, or if ``given``
+    and the description contradict each other.
     """
     described = weights.model
     if given is None:
@@ -151,7 +154,7 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
         return network_of(described, weights.place)
     for key, value in network(given).items():
         said = described.get(key)
-        if key in ("rope_scaling", "moe"):  # here null is a value, not "not given"
+        if key in ("rope_scaling", "moe"):  # null is a value of these keys; it does not mean "not given"
             said = None if said is None else _section(key, said, given)
             differs = key in described and said != value
         else:
@@ -176,15 +179,16 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Check a conversion from or to Hugging Face's format: compare the logits that our network computes from
-    the source and from the result. If transformers is available and can read the Hugging Face directory, also
-    compare the logits that transformers computes. Returns the largest absolute difference.
+    """Check a conversion from or to Hugging Face's format: compare the logits that our network computes
+    from the source and from the result. If transformers is available and can read the Hugging Face
+    directory, also compare with the logits that transformers computes. Returns the largest absolute
+    difference.
 
     Args:
         job: the conversion.
         written: the path of the result.
-        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
-            them.
+        python_with_transformers: the path of a Python interpreter that has `torch` and `transformers`.
+            None: use the current interpreter, if it has both.
 
     Raises CheckpointError if the logits differ too much, if neither format is Hugging Face's, or if the
     result is a GGUF file.
@@ -217,7 +221,8 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """Return the path of a Python interpreter in which transformers can read ``directory``, or None.
+    """Return the path of a Python interpreter in which transformers can read ``directory``. None if there
+    is no such interpreter.
 
     Args:
         given: the interpreter that the user named, if any.

@@ -33,7 +33,7 @@ _CONFIGS = (CONFIG, PADDLE_CONFIG)
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
 _WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
 HUB = "hf:"
-"""Prefix of model names on the Hugging Face hub, which are accepted in place of directories."""
+"""Prefix of names of models on the Hugging Face hub. Such names are accepted in place of directories."""
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
@@ -46,7 +46,7 @@ _SUFFIXES = {
         "of Megatron-LM (--from megatron)",
     ),
 }
-"""Descriptions of single weight files, by suffix."""
+"""File suffix -> description of a weight file with this suffix, for messages."""
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -59,8 +59,8 @@ def _has(directory: Path, names: Iterable[str]) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Return a text that says which program's checkpoint ``path`` is and how to convert it; None if it is not
-    recognized or needs no conversion."""
+    """Return a message that says which program wrote the checkpoint ``path``, and how to convert it. None
+    if ``path`` is not recognized, or needs no conversion."""
     if str(path).startswith(HUB):
         return (
             f"{path} is a model of the Hugging Face hub, which is downloaded where a model is an argument "

@@ -1,4 +1,5 @@
-"""Read the weights of FleetX's checkpoints: one ``model.pdparams``, or one in each rank's directory."""
+"""Read the weights of FleetX checkpoints. A checkpoint has one ``model.pdparams``, or one in the directory
+of each rank."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ _IN_LAYER = {
     "linear1": "mlp.fc1",
     "linear2": "mlp.fc2",
 }
-# Chunks of an interleaved pipeline call the shared embedding N.embed.
+# In chunks of an interleaved pipeline, the name of the shared embedding is N.embed.
 _EMBEDDING = re.compile(
     r"(?:(?:.*\.)?(?:embeddings|shared_layers\.embed)|\d+\.embed)\.(word|position)_embeddings\.weight"
 )
 _IN_STACK = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FINAL_NORM = re.compile(r"decoder\.norm\.(weight|bias)")
-# A chunk of an interleaved pipeline has two numbers: its start, and the position in it.
+# In an interleaved pipeline, names begin with two numbers: the chunk's start, and the index in the chunk.
 _IN_PIPELINE = re.compile(r"(\d+)\.(?:(\d+)\.)?(.+)\.(weight|bias)")
 
 
@@ -51,8 +52,8 @@ def is_fleetx(path: Path) -> bool:
 
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
-    """Open a FleetX directory for reading. Returns its weights with the interface of a checkpoint of
-    ppfleetx. Raises CheckpointError if it is damaged."""
+    """Open a FleetX directory for reading. The result has the interface of a ppfleetx checkpoint. Raises
+    CheckpointError if the directory cannot be read."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 
@@ -61,7 +62,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
     Args:
         path: the directory of the checkpoint, or of one of its ranks.
-        model: the network; needed only if q, k and v are separate parameters.
+        model: the network; needed only if q, k and v are separate parameters in the checkpoint.
 
     Raises CheckpointError if ranks are missing, files are damaged or refused, or a parameter is unknown.
     """
@@ -83,7 +84,8 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """Derive keys of the `Model` section, except the number of heads, from the shapes of tensors."""
+    """Derive sizes in the `Model` section from the shapes of tensors. The shapes do not show the number of
+    heads or the vocabulary size without padding."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -96,7 +98,7 @@ def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Find the files to read, by (tensor-parallel rank, pipeline rank)."""
+    """Return {(tensor-parallel rank, pipeline rank): file} for the files to read."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
         ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
@@ -126,7 +128,7 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyT
 
 
 def canonical_name(name: str) -> str | None:
-    """Convert a FleetX parameter's name to ppfleetx's; None if FleetX's GPT has no such parameter."""
+    """Convert a FleetX parameter name to ours; None if FleetX's GPT has no parameter ``name``."""
     bare = _unwrapped(name)
     if match := _EMBEDDING.fullmatch(bare):
         return f"embedding.{match[1]}_embeddings.weight"

@@ -1,5 +1,5 @@
-"""Read and write GGUF, llama.cpp's file format for network, weights and tokenizer. The conversion goes
-through Hugging Face's format."""
+"""Read and write GGUF, llama.cpp's file format, which contains the network configuration, the weights and
+the tokenizer. The conversion goes through Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` is a file whose name ends in ``.gguf``, or that begins with GGUF's magic."""
+    """Return whether ``path`` is a GGUF file. Its name must end in ``.gguf``, or its content must begin
+    with the magic number of GGUF."""
     if not path.is_file():
         return False
     if path.suffix == SUFFIX:
@@ -61,9 +62,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """Read the weights of a GGUF file lazily. If any of them is quantized, all are read as float32. Raises
-    CheckpointError if the file is damaged or not supported; NotInstalledError if the ``gguf`` package is not
-    installed."""
+    """Read the weights of a GGUF file lazily. If any tensor is quantized, all tensors are read as float32.
+
+    Raises CheckpointError if the file is damaged or not supported; NotInstalledError if the ``gguf``
+    package is not installed.
+    """
     path = Path(path)
     metadata, tensors = _opened(path)
     factors = {name: tensors.pop(name).read() for name in ROPE_FACTORS if name in tensors}
@@ -89,7 +92,7 @@ def read_gguf(path: str | Path) -> Weights:
 
 def extract_tokenizer(path: str | Path, directory: Path) -> Path:
     """Write the tokenizer of a GGUF file to ``directory``, in transformers' format. Returns ``directory``.
-    Raises CheckpointError if the file is damaged, or this kind of tokenizer is not supported."""
+    Raises CheckpointError if the file is damaged, or the tokenizer is not supported."""
     metadata, _ = _opened(Path(path))
     write_files(tokenizer_texts(metadata, str(path)), directory)
     return directory
@@ -112,7 +115,8 @@ def _reader(path: Path, version: tuple[int, ...]) -> Any:
     """Open a GGUF file. The result is cached until another file is opened.
 
     Args:
-        version: numbers that change when the file changes, such as its size. The file is then opened again.
+        version: numbers that change when the file changes, such as its size, so that a changed file is
+            opened again.
     """
     return _library().GGUFReader(path)
 
@@ -124,7 +128,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
         stat = path.stat()
         reader = _reader(path, (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
         metadata = {key: one.contents() for key, one in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:  # errors that the library passes on
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # the library does not handle these
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
     count = metadata.get("split.count", 1)
     if count > 1:
@@ -136,7 +140,11 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
 
 
 def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
-    """Make a lazy tensor. If any tensor of the file is quantized, all are read as float32."""
+    """Make a lazy tensor from ``stored``, a tensor entry of the ``gguf`` library's reader.
+
+    Args:
+        is_quantized: whether any tensor of the file is quantized. If so, this tensor is read as float32.
+    """
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
     if kind.name not in _FLOATS:
@@ -175,12 +183,13 @@ def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
 def _in_hf_layout(stored: LazyTensor, name: str, config: Mapping[str, Any]) -> LazyTensor:
     shape = stored.shape[::-1] if _is_transposed(name, config) else stored.shape
     if len(shape) == 1:
-        stored = stored.cast("F32")  # numbers are added to norms
+        stored = stored.cast("F32")  # _reshaped may subtract 1 from norm weights
     return LazyTensor(stored.dtype, shape, lambda: _reshaped(stored.read(), name, config, to_file=False))
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """Convert the tensor ``name`` to llama.cpp's layout if ``to_file``, else to Hugging Face's."""
+    """Convert the values of the Hugging Face tensor ``name`` between layouts: to llama.cpp's if
+    ``to_file``, else to Hugging Face's."""
     kind, rest = config["model_type"], array.shape[1:]
     row = BY_TYPE[kind]
     if row.shifts_norms and name.endswith("norm.weight"):
@@ -213,7 +222,7 @@ def write_gguf(
     """Write a GGUF file that llama.cpp can run.
 
     Args:
-        tensors: all parameters of ``model`` by ppfleetx's names, including vocabulary padding.
+        tensors: all parameters of ``model``, by ppfleetx's names. Vocabulary padding is included.
         tokenizer: the tokenizer to store in the file.
         dtype: the element type of most matrices, one of QUANTIZED; None keeps the types of ``tensors``.
             Vectors and position embeddings are always float32.
@@ -231,7 +240,7 @@ def write_gguf(
             f"this network is a {config['model_type']}, which cannot be written as GGUF; supported: "
             f"{', '.join(BY_TYPE)}"
         )
-    # The config.json that the weights came with may leave out keys with default values.
+    # The original config.json may omit keys that have default values.
     config = FAMILIES[config["model_type"]].config(config["model_type"], model, network(model)) | config
     names = _name_converter(config)
     theirs: dict[str, LazyTensor] = {}
@@ -286,8 +295,8 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
     """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors, norms and position
     embeddings are float32. If ``dtype`` is None, other tensors keep their type. Otherwise, matrices get the
-    type ``dtype``, with two exceptions: rows that do not divide into blocks become float16, and the word
-    embedding and the head become 8-bit."""
+    type ``dtype``, with two exceptions: matrices whose rows do not divide into blocks become float16, and
+    the word embedding and the head become 8-bit."""
     if len(tensor.shape) == 1 or name.endswith("_norm.weight") or name.startswith("position_embd"):
         return "F32"
     if dtype is None:
@@ -303,7 +312,7 @@ def _check_same(
     tensors: Mapping[str, LazyTensor],
     factors: Mapping[str, np.ndarray],
 ) -> None:
-    """Raise CheckpointError if reading the GGUF file back would give another network than ``model``."""
+    """Raise CheckpointError if the GGUF file would be read as a network that differs from ``model``."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     try:
         found: Iterable[str] = differences(config_of(metadata, shapes, factors), model)

@@ -1,5 +1,5 @@
-"""Convert between the metadata of GGUF files and Hugging Face's ``config.json``. There is one row per
-architecture of llama.cpp."""
+"""Convert between the metadata of GGUF files and Hugging Face's ``config.json``. An :class:`Architecture`
+describes the conversion for one architecture of llama.cpp."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ class Architecture:
         fixed: keys of ``config.json`` that have the same value for all files of this architecture.
         biases: key of ``config.json`` -> the tensor whose presence makes the key true.
         lacks: key of ``config.json`` -> the tensor whose absence makes the key true.
-        rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads rotate.
-        rotates_pairs: llama.cpp rotates adjacent features of a head, and transformers its two halves.
-        shifts_norms: llama.cpp stores the factors of norms, and transformers the factors less 1.
-        window_period: if layers with a sliding window and full layers alternate, every layer of this number
-            is full; None: all layers are the same.
-        scale_layers: the number of layers by which llama.cpp recognizes Gemma 27B. A model with this many
-            layers divides attention scores by sqrt(hidden size / heads), others by sqrt(head size).
+        rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads are
+            rotated.
+        rotates_pairs: whether llama.cpp rotates pairs of adjacent features, where transformers pairs the
+            first half of a head with the second.
+        shifts_norms: whether transformers stores norm weights minus 1, where llama.cpp stores the weights.
+        window_period: the number of layers in a period, if only some layers have a sliding window. The last
+            layer of each period has full attention. None: all layers are the same.
+        scale_layers: the number of layers by which llama.cpp recognizes Gemma 27B. A model with this number
+            of layers divides attention scores by sqrt(hidden size / heads), other models by sqrt(head
+            size).
     """
 
     name: str
@@ -175,9 +178,9 @@ BY_NAME = {one.name: one for one in _ARCHITECTURES}
 BY_TYPE = {one.model_type: one for one in _ARCHITECTURES} | {"mistral": BY_NAME["llama"]}
 _YARN_DEFAULTS = {"yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 _FLOATS = ("epsilon", "scale", "softcapping", "freq_base", "freq_base_swa")
-"""Endings of the metadata keys that llama.cpp reads as float32."""
+"""Endings of metadata keys whose values llama.cpp reads as float32."""
 _ENDS_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Tokens that end an answer, even if the metadata do not say so."""
+"""Tokens that end a response, even if the metadata do not name them as end tokens."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -185,17 +188,19 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""``general.sampling.*`` -> key of ``generation_config.json``."""
+"""Metadata key after ``general.sampling.`` -> key of ``generation_config.json``."""
 
 
 def config_of(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Build the ``config.json`` of the network in a GGUF file. Raises CheckpointError if it is not supported.
+    """Build the ``config.json`` of the network in a GGUF file.
 
     Args:
         shapes: the shapes of the tensors, by llama.cpp's names.
-        factors: tensors of the file that hold divisors of the rotary frequencies.
+        factors: the tensors named in ROPE_FACTORS that the file contains, by name.
+
+    Raises CheckpointError if the network is not supported.
     """
     name = metadata.get("general.architecture")
     row = BY_NAME.get(name) if isinstance(name, str) else None
@@ -241,7 +246,8 @@ def config_of(
 
 
 def _same_for_all_layers(metadata: Metadata, key: str) -> Any:
-    """Return the value of ``key``. An array has a value for each layer; all must be equal."""
+    """Return the metadata value of ``key``. If the value is an array with one element per layer, return the
+    common value of all elements. Raises CheckpointError if the elements differ."""
     value = metadata.get(key)
     if not isinstance(value, list):
         return value
@@ -251,7 +257,7 @@ def _same_for_all_layers(metadata: Metadata, key: str) -> Any:
 
 
 def _add_window(config: dict[str, Any], metadata: Metadata, row: Architecture) -> None:
-    """Set the sliding window, and which layers have it."""
+    """Add the settings of the sliding window to ``config``: its size, and the layers that use it."""
     key = f"{row.name}.{_WINDOW['sliding_window']}"
     if not row.keys.keys() & _WINDOW:
         window = _same_for_all_layers(metadata, key)
@@ -267,7 +273,7 @@ def _add_window(config: dict[str, Any], metadata: Metadata, row: Architecture) -
     elif isinstance(pattern, int):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
     if pattern is None:
-        return  # as in transformers
+        return  # transformers' default pattern applies
     if len(pattern) != layers:
         raise CheckpointError(f"{key}_pattern has {len(pattern)} values, and the network {layers} layers")
     config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
@@ -309,8 +315,13 @@ def _add_rope(
 
 
 def _scaling(metadata: Metadata, said: str, *, is_longrope: bool) -> dict[str, Any] | None:
-    """Return the rotary scaling that the metadata keys beginning with ``said`` describe; None if there is
-    none, or if it is LongRoPE's and the file has its factors."""
+    """Return the ``rope_scaling`` of ``config.json`` that the metadata describe. None if they describe no
+    scaling, or if they describe LongRoPE and ``is_longrope``.
+
+    Args:
+        said: the prefix of the metadata keys.
+        is_longrope: whether the file contains the tensors of LongRoPE's factors.
+    """
     # Older files have only a factor, which llama.cpp reads as linear scaling.
     kind = metadata.get(f"{said}type", "linear")
     if kind == "none" or (kind == "linear" and not metadata.get(f"{said}factor")):
@@ -329,7 +340,8 @@ def _scaling(metadata: Metadata, said: str, *, is_longrope: bool) -> dict[str, A
 def _add_longrope(
     config: dict[str, Any], metadata: Metadata, said: str, factors: Mapping[str, np.ndarray]
 ) -> None:
-    """Set LongRoPE's factors, and the length up to which the short ones apply."""
+    """Add LongRoPE's settings to ``config``: the factors, and the original context length, up to which the
+    short factors apply."""
     original = metadata.get(f"{said}original_context_length")
     if not original:
         raise CheckpointError(f"its metadata lack {said}original_context_length")
@@ -342,7 +354,8 @@ def _add_longrope(
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
-    """Find the settings of Llama 3's rotary scaling from the divisors of the rotary frequencies."""
+    """Derive the settings of Llama 3's rotary scaling from ``factors``, the divisors of the rotary
+    frequencies. Raises CheckpointError if they are not those of Llama 3.1 to 3.3."""
     scaling = {"factor": _shortest(float(factors.max())), **LLAMA3}
     section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
     if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
@@ -372,7 +385,13 @@ def _token_ids(metadata: Metadata, vocab_size: int) -> dict[str, Any]:
 
 
 def generation_config_of(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Build the ``generation_config.json`` from the sampling options of a GGUF file; None if it has none."""
+    """Build a ``generation_config.json`` from the sampling options of a GGUF file. None if there are no
+    sampling options.
+
+    Args:
+        metadata: the metadata of the GGUF file.
+        config: the ``config.json``, which provides the token ids.
+    """
     given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
     said = {key: _shortest(value) for key, value in given.items() if value is not None}
     if not said:
@@ -388,7 +407,7 @@ def _shortest(value: Any) -> Any:
 
 
 def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
-    """Build the metadata that describe the network ``model``, whose ``config.json`` is ``config``."""
+    """Build the GGUF metadata of the network ``model``, whose ``config.json`` is ``config``."""
     found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
     made = {
         key: float(value) if key.endswith(_FLOATS) else value
@@ -421,8 +440,9 @@ def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig
 
 
 def rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the tensors with divisors of the rotary frequencies that a GGUF file of ``model`` needs. Only
-    the scalings of Llama 3 and LongRoPE need them; the metadata describe the others."""
+    """Return the divisors of the rotary frequencies that a GGUF file of ``model`` needs, by tensor name.
+    Only Llama 3 scaling and LongRoPE need such tensors. Other scalings are described by the metadata
+    alone."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.type == "llama3":
         return {_LLAMA3_FACTORS: _rope_factors(scaling, model.head_size, model.rotary_base)}

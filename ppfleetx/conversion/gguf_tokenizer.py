@@ -1,5 +1,5 @@
 """Convert tokenizers between GGUF metadata and the tokenizer files of transformers. Two kinds of BPE are
-supported: ``gpt2``, which merges bytes, and ``llama``, which merges characters."""
+supported: byte-level BPE (``gpt2``), and BPE over characters with byte fallback (``llama``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _REQUIRED = {"gpt2": ("tokens",), "llama": ("tokens", "scores")}
-"""The kinds of tokenizers, and the keys that each must have."""
+"""Kind of tokenizer (``tokenizer.ggml.model``) -> metadata keys that it must have."""
 _SPACE = "\u2581"
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -58,7 +58,7 @@ _GPT4O = (
 """The regular expression with which GPT-4o and Phi-4-mini split text."""
 
 
-# A GGUF file has only the name of the regular expression that splits text into pieces.
+# A GGUF file names the regular expression that splits text into pieces, but does not contain it.
 _PRE_TOKENIZERS = {
     "gpt-2": BYTE_LEVEL,
     "smollm": _DIGITS,
@@ -67,7 +67,7 @@ _PRE_TOKENIZERS = {
     "qwen2": _split(_gpt4_pattern("")),
     "gpt-4o": _split(_GPT4O),
 }
-"""Pre-tokenizers: ``tokenizer.ggml.pre`` -> ``pre_tokenizer`` of a ``tokenizer.json``."""
+"""Value of ``tokenizer.ggml.pre`` -> ``pre_tokenizer`` of a ``tokenizer.json``."""
 _OTHER_NAMES = {
     **dict.fromkeys(("phi-2", "olmo", "mpt", "jais"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
@@ -77,9 +77,9 @@ _OTHER_NAMES = {
 }
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _WITH_BOS = ("llama-bpe", "llama")
-"""Tokenizers that put BOS before a text unless the file says otherwise."""
+"""Tokenizers that add BOS at the start of the input, unless the GGUF file says otherwise."""
 _IGNORE_MERGES = ("llama-bpe",)
-"""Tokenizers that encode a piece of text as one token, without merging, if it is in the vocabulary
+"""Tokenizers that encode a piece of text as one token, without merging, if the piece is in the vocabulary
 (``ignore_merges``)."""
 
 
@@ -87,9 +87,13 @@ _IGNORE_MERGES = ("llama-bpe",)
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns the texts by file
-    name. Raises CheckpointError if the tokenizer is incomplete or not supported. ``place`` is the file, for
-    messages."""
+    """Make ``tokenizer.json`` and ``tokenizer_config.json`` from GGUF metadata. Returns {file name: content}.
+
+    Args:
+        place: the path of the GGUF file, for messages.
+
+    Raises CheckpointError if the tokenizer is incomplete or not supported.
+    """
     kind = metadata.get(f"{_KEY}model")
     if kind not in _REQUIRED:
         raise CheckpointError(
@@ -142,7 +146,7 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """Return the ``tokenizer.json`` of a byte-level BPE, and llama.cpp's name of its pre-tokenizer."""
+    """Return the ``tokenizer.json`` of a byte-level BPE, and llama.cpp's name for its pre-tokenizer."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
@@ -186,13 +190,13 @@ def _of_characters(metadata: Mapping[str, Any], vocab: dict[str, int], types: li
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """Make the list of BPE merges from the scores of tokens. Merges that produce tokens with higher scores
-    come first."""
+    """Make the list of BPE merges from the scores of the tokens. The merges are sorted by the score of the
+    token that they produce, highest first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
             continue
-        # Every pair of tokens whose texts together are this token's text becomes a merge.
+        # Every pair of tokens whose concatenation is this token becomes a merge.
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
         found += [(-scores[number], vocab[left], vocab[right], left, right) for left, right in known]
@@ -200,13 +204,23 @@ def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> lis
 
 
 def _added(number: int, token: str, kind: int, *, strips: bool) -> dict[str, Any]:
-    """Make the entry of a special token. ``strips``: spaces after the token are removed."""
+    """Make the entry of a token in ``added_tokens`` of a ``tokenizer.json``.
+
+    Args:
+        kind: llama.cpp's number for the type of the token.
+        strips: whether spaces after the token are removed.
+    """
     flags = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
     return {"id": number, "content": token, **flags, "rstrip": strips, "special": kind != _USER_DEFINED}
 
 
 def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """Make the post-processor of a ``tokenizer.json`` that adds BOS before a text, EOS after it, or both."""
+    """Make the ``post_processor`` of a ``tokenizer.json``, which adds BOS at the start, EOS at the end, or
+    both.
+
+    Args:
+        wanted: ``bos_token`` or ``eos_token`` -> the token to add. If empty, the result is None.
+    """
     if not wanted:
         return None
     pieces = {name: {"SpecialToken": {"id": token, "type_id": 0}} for name, token in wanted.items()}
@@ -224,9 +238,9 @@ def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Make the GGUF metadata of a tokenizer, with a token for each of the ``vocab_size`` rows of the
-    embedding. Raises CheckpointError if llama.cpp does not support this kind of tokenizer, or if the
-    tokenizer has more tokens than the embedding has rows."""
+    """Make the GGUF metadata of a tokenizer, with ``vocab_size`` tokens: one for each row of the embedding.
+    Raises CheckpointError if llama.cpp does not support the tokenizer, or if the tokenizer has more tokens
+    than the embedding has rows."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":
@@ -295,7 +309,8 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Make llama.cpp's scores of tokens from BPE merges: the earlier the merge, the higher the score."""
+    """Make llama.cpp's scores of ``tokens`` from the BPE merges of ``model``. Tokens of earlier merges get
+    higher scores."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -307,15 +322,15 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
-# NFC is accepted, although llama.cpp does not apply it. It changes few texts, and GGUF files of Qwen omit it,
-# too.
+# NFC is accepted, although llama.cpp does not apply it. It changes few strings, and GGUF files of Qwen omit
+# it as well.
 _NORMALIZERS_OF_BYTES = ("NFC",)
 _NORMALIZERS_OF_CHARACTERS = ("NFC", "Prepend", "Replace")
 
 
 def _check_normalizer(tokenizer: Tokenizer, known: Collection[str]) -> None:
-    """Raise CheckpointError if a tokenizer has a normalization step that is not in ``known``. llama.cpp would
-    encode text without this step."""
+    """Raise CheckpointError if a tokenizer has a normalization step that is not in ``known``. llama.cpp
+    would omit this step."""
     steps = [tokenizer.definition.get("normalizer")]
     for step in steps:
         if step is not None and step["type"] == "Sequence":
@@ -327,8 +342,8 @@ def _check_normalizer(tokenizer: Tokenizer, known: Collection[str]) -> None:
 
 
 def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
-    """Return GGUF's name, such as ``qwen2``, for the rule by which a tokenizer splits text into pieces.
-    Raises CheckpointError if the rule is not a supported one."""
+    """Return GGUF's name, such as ``qwen2``, for the pre-tokenizer of ``tokenizer``. Raises CheckpointError
+    if the pre-tokenizer is not supported."""
     found = _comparable(tokenizer.definition.get("pre_tokenizer"))
     ignores_merges = bool(tokenizer.definition["model"].get("ignore_merges"))
     names = [name for name, cut in _PRE_TOKENIZERS.items() if _comparable(cut) == found]
@@ -341,9 +356,10 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
 
 
 def _comparable(cut: Any) -> Any:
-    """Return a ``pre_tokenizer`` without the settings that do not affect tokens, and with defaults added."""
+    """Normalize a ``pre_tokenizer`` for comparison: remove settings that do not affect tokens, and add
+    defaults."""
     if isinstance(cut, Mapping):
-        # GPT-2's and Pythia's own files are older than use_regex, which is true by default.
+        # The original files of GPT-2 and Pythia are older than use_regex, which is true by default.
         usual = {"use_regex": True, **cut} if cut.get("type") == "ByteLevel" else cut
         return {key: _comparable(value) for key, value in usual.items() if key != "trim_offsets"}
     return [_comparable(one) for one in cut] if isinstance(cut, list) else cut

@@ -51,7 +51,8 @@ class HubName:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """Parse ``hf:org/name[@revision]``; None without ``hf:``. Raises CheckpointError for invalid names."""
+    """Parse ``hf:org/name[@revision]``. Returns None if ``place`` does not begin with ``hf:``. Raises
+    CheckpointError if the name is invalid."""
     text = str(place)
     if not text.startswith(HUB):
         return None
@@ -70,9 +71,13 @@ def may_be_of_hub(place: str | Path) -> bool:
 
 
 def local_directory(place: str | Path) -> Path:
-    """Return the directory of a model, after downloading it if ``place`` is a name ``hf:...`` on the hub. If
-    the hub cannot be reached, files in the cache are used. Raises CheckpointError if the download fails or
-    the model is not supported; NotInstalledError if ``huggingface_hub`` is not installed."""
+    """Return the local directory of a model. If ``place`` is a name ``hf:...``, the model is downloaded to
+    the cache first; if the hub cannot be reached, the files in the cache are used. Other paths are returned
+    unchanged.
+
+    Raises CheckpointError if the download fails or the model is not supported; NotInstalledError if
+    ``huggingface_hub`` is not installed.
+    """
     name = hub_name(place)
     return Path(place) if name is None else _Download(name).run()
 
@@ -217,7 +222,7 @@ class _Download:
 
 
 class _UnreachableError(CheckpointError):
-    """The hub did not answer, or the connection failed."""
+    """The connection to the hub failed, or the hub answered with an unexpected HTTP error."""
 
 
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".bin", ".safetensors")
@@ -235,7 +240,8 @@ def _cause(error: BaseException) -> str:
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """Return how a downloaded file differs from the size and hash that the hub gives, or None."""
+    """Return a description of how a downloaded file differs from the size and hash in ``wanted``, the hub's
+    entry for the file. None if it does not differ."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

@@ -15,21 +15,26 @@ from ppfleetx.nn.param_spec import Part
 
 
 def join_parts(parts: Sequence[Part], *arrays: np.ndarray) -> np.ndarray:
-    """Join matrices, such as q, k and v, in the order of ``parts``, into one fused parameter."""
+    """Interleave matrices, such as q, k and v, along the last axis into one fused parameter. Each period of
+    the result has ``width`` columns of the first matrix, then of the second, and so on.
+
+    Args:
+        parts: the part of the fused parameter that each matrix becomes, in the order of ``arrays``.
+    """
     lead = arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
     return np.concatenate(pieces, axis=-1).reshape(*lead, -1)
 
 
 def split_parts(parts: Sequence[Part], fused: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Split a fused parameter into its matrices, such as q, k and v. The inverse of :func:`join_parts`."""
+    """Split a fused parameter into its matrices, such as q, k and v: the inverse of :func:`join_parts`."""
     lead = fused.shape[:-1]
     periods = fused.reshape(*lead, -1, parts[0].period)
     return tuple(periods[..., p.offset : p.offset + p.width].reshape(*lead, -1) for p in parts)
 
 
 RankFiles = Mapping[tuple[int, int], Path]
-"""Files by (tensor-parallel rank, pipeline rank)."""
+"""(tensor-parallel rank, pipeline rank) -> the file of this rank."""
 
 
 def check_complete(files: RankFiles, directory: Path) -> None:
@@ -47,8 +52,14 @@ def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
 
 
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
-    """Join the slices of each parameter from all tensor-parallel ranks. Raises CheckpointError if a rank
-    lacks a parameter or slices do not fit together."""
+    """Join the slices of each parameter from all tensor-parallel ranks.
+
+    Args:
+        ranks: the tensors of each tensor-parallel rank, in rank order.
+        directory: the checkpoint, for messages.
+
+    Raises CheckpointError if a rank lacks a parameter, or if slices do not fit together.
+    """
     whole = {}
     for name, first in ranks[0].items():
         if any(name not in rank for rank in ranks):

@@ -1,6 +1,6 @@
-"""Read GPT weights from Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``), of
-legacy models or of Megatron core. Optimizer states and the distributed format (``.distcp``) are not
-supported."""
+"""Read GPT weights from Megatron-LM checkpoints in the classic format, whose files are
+``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``. Legacy models and Megatron Core models are supported.
+Optimizer states and the distributed format (``.distcp``) are not supported."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ def _iteration(path: Path) -> Path:
 
 
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
-    """Find the file of each rank, by the numbers in the name of its directory ``mp_rank_XX[_YYY][_ZZZ]``."""
+    """Return the file of each rank. The keys are the numbers in the name of the rank's directory:
+    ``mp_rank_01_000`` is (1, 0)."""
     found = {}
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
@@ -160,10 +161,12 @@ def _grids(
 
     Args:
         files: files by the numbers in their directories' names: ``mp_rank_01_000`` is (1, 0).
-        arguments: Megatron's options, with the parallel degrees.
+        arguments: Megatron's options, which contain the parallel degrees.
+
+    Raises CheckpointError if files are missing, or a name has too many numbers.
     """
-    # The numbers are the tensor-parallel rank, the pipeline rank if there are several, and the
-    # expert-parallel rank if there are several.
+    # The first number is the tensor-parallel rank. The pipeline rank follows if there are several stages, and
+    # then the expert-parallel rank, if the expert-parallel degree is above 1.
     ep_degree = arguments.get("expert_model_parallel_size") or 1
     has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
     grids: dict[int, dict[tuple[int, int], Path]] = {}
@@ -190,8 +193,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the model chunks in the order of their layers, as (key in the file, pipeline rank). An
-    interleaved pipeline has several per rank."""
+    """Yield (key in the file, pipeline rank) for each model chunk, in the order of their layers. With an
+    interleaved pipeline schedule, each rank has several chunks."""
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -217,8 +220,13 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """Convert the parameters of a model chunk to ppfleetx's names and layout. ``start`` is the number of the
-    chunk's first layer in the whole model."""
+    """Convert the parameters of a model chunk to ppfleetx's names and layout.
+
+    Args:
+        start: the number of the chunk's first layer in the whole model.
+        path: the file of the chunk, for messages.
+        version: Megatron's checkpoint version.
+    """
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
@@ -235,7 +243,7 @@ def _canonical_name(name: str, start: int) -> str | None:
         return _OUTSIDE[name]
     if match := _FINAL_NORM.fullmatch(name):
         return f"decoder.final_norm.{match[1]}"
-    # Transformer Engine stores a norm inside the next linear: linear_qkv.layer_norm_weight.
+    # Transformer Engine stores a norm in the linear layer that follows: linear_qkv.layer_norm_weight.
     bare = re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name)
     bare = re.sub(r"\.router\.expert_bias$", ".router.bias", bare)
     bare = re.sub(r"\.shared_experts\.gate_weight$", ".shared_experts.gate.weight", bare)
@@ -276,8 +284,8 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of a fused q, k, v parameter to the order of Megatron's checkpoint version 2, in which
-    q, k and v of each key/value head are together.
+    """Reorder the rows of a fused q, k, v parameter as in Megatron's checkpoint version 2, which groups q,
+    k and v by key/value head.
 
     Args:
         version: Megatron's checkpoint version of ``array``.
@@ -293,8 +301,8 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Convert Megatron's options to a `Model` section; empty if the number of layers, the number of heads or
-    the hidden size is missing. Raises CheckpointError for unsupported options."""
+    """Convert Megatron's options to a `Model` section. The result is empty if the number of layers, the
+    number of heads or the hidden size is missing. Raises CheckpointError for unsupported options."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)
@@ -356,12 +364,12 @@ def _activation(get: Any) -> str:
         return "swiglu"
     if get("squared_relu"):
         return "relu2"
-    # Megatron's fused bias and GeLU uses the tanh approximation; unfused, GeLU is exact.
+    # Megatron's fused bias-GeLU kernel uses the tanh approximation. Its unfused GeLU is exact.
     tanh = get("bias_gelu_fusion") or get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"
 
 
-# ---- mixtures of experts: each expert-parallel rank has a file with its experts, numbered from 0
+# ---- mixtures of experts: the file of an expert-parallel rank numbers the rank's experts from 0
 
 _MOE = "Model.moe."
 _OF_EXPERTS = (
@@ -369,7 +377,7 @@ _OF_EXPERTS = (
     "routed_scaling_factor",
 )  # fmt: skip
 _REFUSED_OF_EXPERTS = ("moe_apply_probs_on_input", "moe_latent_size", "moe_tp_extend_ep")
-# The matrix of expert N is called local_experts.N.linear_fc1.weight, or linear_fc1.weightN with Transformer
+# The name of expert N's matrix is local_experts.N.linear_fc1.weight, or linear_fc1.weightN with Transformer
 # Engine. In older versions, one tensor contains the matrices of all experts.
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<layer>\d+)\.)?linear_(?P<linear>fc[12])\."
@@ -409,8 +417,12 @@ def _moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | N
 def _split_experts(
     chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield a file's tensors. A tensor that contains several experts is split into one tensor per expert.
-    ``ep`` is the expert-parallel degree."""
+    """Yield (name, tensor) for the tensors of a file. A tensor that contains several experts is split into
+    one tensor per expert.
+
+    Args:
+        ep: the expert-parallel degree.
+    """
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:
@@ -433,8 +445,8 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def _expert_name(in_layer: str) -> str | None:
-    """Convert Megatron's name of an expert's parameter to ours; None for other parameters. Both names lack
-    the prefix of the layer. The expert keeps the number that it has in the file."""
+    """Convert the name of an expert's parameter from Megatron's to ours. None for other parameters. Neither
+    name includes the prefix of the layer. The expert keeps the number that it has in the file."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -444,10 +456,11 @@ def _expert_name(in_layer: str) -> str | None:
 def _params_of_expert_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Return the parameters to take from the file of one expert-parallel rank: its experts, renumbered as in
-    the whole layer. From the file of rank 0, all other parameters are taken as well.
+    """Select the parameters to use from the file of one expert-parallel rank: the rank's experts,
+    renumbered as in the whole layer. Parameters that do not belong to experts are used from rank 0 only.
 
     Args:
+        rank: the expert-parallel rank.
         ep: the expert-parallel degree.
     """
     found = {}
@@ -464,7 +477,7 @@ def _params_of_expert_rank(
 
 def _stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
     """Stack the matrices of each layer's experts into tensors whose first dimension is the expert. Raises
-    CheckpointError if experts are missing, unexpected or of different shapes."""
+    CheckpointError if an expert is missing or unexpected, or if shapes differ."""
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():
         match = _OUR_EXPERT.fullmatch(name)

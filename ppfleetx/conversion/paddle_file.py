@@ -28,9 +28,11 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
-    """Read the tensors of a Paddle state dict, by name, without running code from the file. uint16 is read as
-    bfloat16, and other objects are ignored. Raises RefusedPickleError if the file tries to run code;
-    CheckpointError if it is damaged."""
+    """Read the tensors of a Paddle state dict, by name, without running code from the file. A uint16 array
+    is read as bfloat16. Objects that are not arrays are ignored.
+
+    Raises RefusedPickleError if the file tries to run code; CheckpointError if the file is damaged.
+    """
     path = Path(path)
     with opened(path) as file, reading(path):
         tree = WeightsUnpickler(file, PADDLE_NAMES).load()
@@ -42,15 +44,15 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def _tensor(value: Any) -> LazyTensor | None:
-    """Convert an array, or a pair (parameter name, array), to a tensor; None for other objects."""
+    """Convert an array, or a pair (parameter name, array), to a lazy tensor; None for other objects."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return tensor_of(value.array, bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Join the tensors that Paddle split into chunks. ``chunked`` is Paddle's list of them: name -> original
-    shape and names of the chunks."""
+    """Join the tensors that Paddle split into chunks. ``chunked`` maps the name of each such tensor to its
+    original shape and the names of its chunks."""
     tensors.pop(_NAME_TABLE, None)
     for name, form in chunked.items():
         shape = tuple(map(operator.index, form["OriginShape"]))

@@ -1,5 +1,5 @@
-"""Unpickle weights without running code from the file. Only names that build arrays and containers are
-allowed. Objects of some other classes are read as data (:class:`Record`)."""
+"""Unpickle weights without running code from the file. A pickle can use only names that build arrays and
+containers. Objects of selected other classes are read as data (:class:`Record`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """Stands in for a pickled object whose class is not imported. It has the object's data."""
+    """Stands in for a pickled object whose class is not imported. ``state`` is the data of the object."""
 
     class_name = ""
     state: Any = None
@@ -52,7 +52,8 @@ class WeightsUnpickler(pickle.Unpickler):
         file: the pickle.
         names: allowed name -> the object to use for it.
         record_prefixes: prefixes of the full names of classes whose objects are read as :class:`Record`.
-        persistent: makes the object for a persistent id, such as a PyTorch storage; None refuses such ids.
+        persistent: a function that returns the object for a persistent id, such as a PyTorch storage. If
+            None, persistent ids are refused.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager that adds the path of a pickle to errors while it is read.
+    """Context manager for reading a pickle. It adds ``path``, the path of the pickle, to errors.
 
-    Raises RefusedPickleError if the pickle asks for a forbidden name; CheckpointError if it is damaged.
+    Raises RefusedPickleError if the pickle uses a name that is not allowed; CheckpointError if the pickle
+    is damaged.
     """
     try:
         yield
@@ -130,8 +132,8 @@ class PickledArray:
 
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
-    """Make a lazy tensor from a NumPy array. With ``bfloat16_as_uint16``, an array of uint16 holds the bits
-    of bfloat16 numbers. Raises RefusedPickleError if tensors cannot have the array's element type."""
+    """Make a lazy tensor from a NumPy array. If ``bfloat16_as_uint16``, a uint16 array is read as the bits
+    of bfloat16 numbers. Raises RefusedPickleError if the element type is not supported."""
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)
@@ -142,8 +144,8 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
-    """Collect the tensors in nested dictionaries, and ignore other objects. A tensor's name is its keys
-    joined with dots."""
+    """Collect the tensors in nested dictionaries, by name. The name of a tensor is its keys joined with
+    dots. Other objects are ignored."""
     named: dict[str, LazyTensor] = {}
 
     def collect(node: Any, path: tuple[str, ...]) -> None:
@@ -165,8 +167,8 @@ def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> Pickled
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Stands in for ``eval`` in a pickle. Paddle pickles a DenseTensor as ``eval('data', {'data': array})``;
-    the result is the array. Raises RefusedPickleError for any other call."""
+    """Stand in for ``eval`` in a pickle. Paddle pickles a DenseTensor as ``eval('data', {'data': array})``;
+    for this call, return the array. Raises RefusedPickleError for any other call."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):

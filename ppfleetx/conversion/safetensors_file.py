@@ -1,5 +1,5 @@
-"""Read safetensors files lazily, and write tensors into one such file, or into several with an
-index in Hugging Face's format."""
+"""Read safetensors files lazily, and write tensors into one such file, or into several files with an index
+in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def safetensors_format(path: str | Path) -> str | None:
-    """Return ``format`` in the metadata of a safetensors file, such as ``pt`` for PyTorch, or None."""
+    """Return the entry ``format`` in the metadata of a safetensors file, such as ``pt`` for PyTorch. None
+    if there is no such entry."""
     return _header(Path(path))[1].get("format")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """Return the header of a safetensors file: tensor entries, metadata, and the offset of the data in
-    bytes."""
+    """Read the header of a safetensors file. Returns the tensor entries, the metadata, and the offset of
+    the data in bytes."""
     begin = first_bytes(path)
     try:
         with safe_open(path, "numpy"):
@@ -74,8 +75,8 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into ``directory``, one at a time. If they have at most ``max_bytes`` in total, they are
-    written into one safetensors file, otherwise into several with an index. A tensor larger than
+    """Write tensors into safetensors files in ``directory``, one tensor at a time. If the tensors have more
+    than ``max_bytes`` in total, they are split into several files with an index. A tensor larger than
     ``max_bytes`` gets a file of its own."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):

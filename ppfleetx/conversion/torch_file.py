@@ -1,5 +1,5 @@
-"""Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file. The format
-before PyTorch 1.6 is supported as well."""
+"""Read PyTorch files (``.bin``, ``.pt``) without PyTorch, and without running code from the file. Both the
+zip format and the older format, from before PyTorch 1.6, are supported."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class ElementType(StandIn):
 
 @dataclass(eq=False)
 class TorchStorage(StandIn):
-    """A PyTorch storage: a flat array of ``count`` elements. Tensors are views of such arrays. ``read``
-    reads a range ``(start, end)`` of the storage's bytes from the file."""
+    """A PyTorch storage: a flat array of ``count`` elements. Tensors are views of storages. ``read`` reads
+    the range ``(start, end)`` of the storage's bytes from the file."""
 
     dtype: str
     count: int
@@ -80,7 +80,8 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
         record_prefixes: prefixes of full class names. Objects of these classes are read as :class:`Record`,
             which holds their data.
 
-    Raises RefusedPickleError if the file contains objects of other classes; CheckpointError if it is damaged.
+    Raises RefusedPickleError if the file contains objects of other classes; CheckpointError if the file is
+    damaged.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -148,7 +149,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
         raise CheckpointError("not a PyTorch file, or one of an unknown version")
     load()  # sizes and byte order of the machine that wrote the file
     tree, keys = load(), load()
-    # The storages follow, each after its number of elements.
+    # The storages follow. Each is preceded by its number of elements.
     position, end = file.tell(), file.seek(0, os.SEEK_END)
     for key in keys:
         file.seek(position)
@@ -165,7 +166,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
-    """Return class, key and number of elements from the persistent id of a storage."""
+    """Return the class, the key and the number of elements of a storage from its persistent id."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
@@ -175,7 +176,8 @@ def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
 
 
 def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    """Make a lazy tensor: a strided view of a storage. Raises CheckpointError if it exceeds the storage."""
+    """Make a lazy tensor that is a strided view of a storage. Raises CheckpointError if the view exceeds
+    the storage."""
     held = NUMPY_OF_DTYPE[storage.dtype]
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
@@ -203,8 +205,8 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """Stands in for ``getattr`` in a pickle. Some pickles name an enum member as ``getattr(class, name)``;
-    the result is a :class:`Record`. Raises RefusedPickleError for any other call."""
+    """Stand in for ``getattr`` in a pickle. Some pickles name an enum member as ``getattr(class, name)``;
+    for this call, return a :class:`Record`. Raises RefusedPickleError for any other call."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

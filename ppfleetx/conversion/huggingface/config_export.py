@@ -30,11 +30,11 @@ def hf_config(
 
     Args:
         dtype: the element type of the weights, named as in safetensors files.
-        original: the ``config.json`` that the weights came with, which is kept if it describes this network.
+        original: the ``config.json`` of the source of the weights, which is used if it describes `model`.
         token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``. Other token ids are written
             as null, because transformers' defaults can be outside the vocabulary.
 
-    Raises CheckpointError if no Hugging Face network matches.
+    Raises CheckpointError if no Hugging Face model type can express `model`.
     """
     if original is not None and describes(original, model):
         # auto_map names Python files, which are not copied.
@@ -74,8 +74,9 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """Return a ``Model`` section in which dense MLPs have the width of an expert, if all layers have experts.
-    The width of dense MLPs is then unused. Some model types have one key for both widths."""
+    """Return a copy of ``model`` with the width of dense MLPs set to that of an expert, if all layers have
+    experts. This does not change the network, which has no dense MLPs. It is needed for model types that
+    have one key for both widths."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -83,8 +84,8 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns a text for each difference.
-    Raises UserError if the ``config.json`` is not supported."""
+    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns a description of each
+    difference. Raises UserError if the ``config.json`` is not supported."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [
@@ -98,7 +99,7 @@ def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _as_stored(model: ModelConfig) -> ModelConfig:
-    """Return a ``Model`` section without the settings that do not affect the weights in a Hugging Face file:
-    vocabulary padding, and the balancing loss of experts."""
+    """Return a copy of ``model`` without vocabulary padding and without the load-balancing loss of experts,
+    which do not affect the weights in a Hugging Face file."""
     moe = model.moe and model.moe.model_copy(update={"aux_loss": BalanceLossConfig(kind="none")})
     return model.model_copy(update={"vocab_size_divisible_unit": 1, "moe": moe})

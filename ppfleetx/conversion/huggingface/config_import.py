@@ -18,7 +18,7 @@ from ppfleetx.conversion.huggingface.family import Family, value_at
 from ppfleetx.conversion.huggingface.generation_config import KEYS as GENERATION_KEYS
 from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, quantization
 
-# Keys without effect on the output: origin, storage, runtime, generation and others.
+# Keys that do not affect the logits: origin, storage, runtime, generation and others.
 _WITHOUT_EFFECT = {
     "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
     "torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
@@ -53,7 +53,7 @@ _OF_PADDLE = {
     "hidden_dropout_prob", "attention_probs_dropout_prob", "dpo_config", "kto_config",
     "use_last_token_for_generation", "immediate_clear_past_key_value",
 }  # fmt: skip
-# The values that turn an option off.
+# Option -> the values that turn it off. null always turns an option off.
 _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
@@ -74,7 +74,7 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "use_rmsnorm": (True,),
     "use_long_sequence_strategies": (False,),
 }
-# Options of networks we do not support; accepted only if off (false, 0, empty).
+# Options of networks that we do not support. They are accepted only if false, 0 or empty.
 _OF_OTHER_NETWORKS = {
     # experts
     "moe_num_experts", "moe_layer_freq", "swiglu_limit",
@@ -101,7 +101,7 @@ _OF_OTHER_NETWORKS = {
     "attn_layer_period", "hybrid_override_pattern", "ssm_cfg", "state_size", "quantization",
     "compression_config",
 }  # fmt: skip
-# Factors of networks we do not support; accepted only if 1.
+# Factors in networks that we do not support. They are accepted if 1.
 _FACTORS = {"scale_emb", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rope_ratio"}
 _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
@@ -111,7 +111,7 @@ _REFUSED = {
     "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
     "experts clamp what goes into their gate; and every second layer has a window. None of these is built",
 }
-"""Popular networks that we do not support, with the reason."""
+"""Popular model type that we do not support -> the reason."""
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if the value of a key is not valid for the key of our ``Model`` section to which
-    it is converted."""
+    """Raise CheckpointError if the value of a ``config.json`` key is not valid for the corresponding key of
+    our ``Model`` section."""
     for key in family.keys.keys() & config.keys():
         kind = annotation_at(ModelConfig, family.keys[key][0].split()[0].split("."))
         try:
@@ -150,8 +150,8 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a ``config.json``. If it has keys of Paddle's libraries, the copy omits the keys that
-    transformers does not need, and sets ``tie_word_embeddings``.
+    """Return a copy of a ``config.json`` without keys that only Paddle's libraries use. If there are such
+    keys, options that are turned off are removed as well, and ``tie_word_embeddings`` is set.
 
     Args:
         keys: the result of :func:`model_keys` for ``config``.
@@ -166,7 +166,7 @@ def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> d
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """List the keys of a ``config.json`` that :func:`model_keys` does not know."""
+    """Return the sorted keys of a ``config.json`` that :func:`model_keys` does not know and ignores."""
     family = FAMILIES[config["model_type"]]
     known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
     return sorted(
@@ -182,7 +182,7 @@ def _is_of_other_networks(key: str) -> bool:
     )
 
 
-# A key that some family reads is refused by all other families, unless it is off.
+# A key that one family reads is refused by all other families, unless its value turns the feature off.
 _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, *family.off)}
 
 
@@ -205,8 +205,8 @@ def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) ->
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any], family: Family) -> bool:
-    """Return whether the network would be the same without this key and its value. An example is a
-    ``head_dim`` of ``hidden_size / num_attention_heads``."""
+    """Return whether the network would be the same if ``config`` did not have ``key``. An example is a
+    ``head_dim`` that equals ``hidden_size / num_attention_heads``."""
     if value in _SAME_AS_NONE.get(key, ()) or (key in _FACTORS and value == 1):
         return True
     ours = {name for one in FAMILIES.values() if key in one.keys for name in one.keys[key][0].split()}

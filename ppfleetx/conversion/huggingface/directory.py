@@ -41,9 +41,9 @@ _HEADS = {*_OTHER_HEAD, *_OTHER_HEAD.values(), "output.weight"}
 
 
 def read_hf(directory: str | Path) -> Weights:
-    """Read a Hugging Face model directory, or a Llama that PaddleNLP or PaddleFormers wrote. Tensors are read
-    when they are used, and quantized weights are dequantized. Raises CheckpointError if files are missing or
-    damaged, or the network is not supported."""
+    """Read a Hugging Face model directory, or a Llama that PaddleNLP or PaddleFormers wrote. Tensors are
+    read lazily, and quantized weights are dequantized. Raises CheckpointError if files are missing or
+    damaged, or if the network is not supported."""
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
     keys = _model_keys(config, files.tensors, directory)
@@ -78,12 +78,13 @@ def as_weights(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None,
 ) -> Weights:
-    """Make the weights of a model that has Hugging Face's configuration files.
+    """Make a :class:`Weights` from tensors and the configuration files of Hugging Face.
 
     Args:
+        place: the source of the tensors, for messages.
         tensors: the parameters, by ppfleetx's names.
         keys: the `Model` section.
-        config: the ``config.json``, which an export of the weights gets.
+        config: the ``config.json``. It is kept for a later export to Hugging Face's format.
         generation_config: the ``generation_config.json``; None if there is none.
     """
     generation, notes = generation_defaults(generation_config, config)
@@ -145,14 +146,14 @@ def write_hf(
     """Write a model directory that ``transformers`` can load.
 
     Args:
-        tensors: all parameters of `model` by ppfleetx's names, including vocabulary padding.
+        tensors: all parameters of `model`, by ppfleetx's names. Vocabulary padding is included.
         source: facts about the origin of the weights (``Weights.source``), if they came from :func:`read_hf`.
-        tokenizer_dir: the tokenizer to copy.
+        tokenizer_dir: the directory of the tokenizer files to copy; None: copy none.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: maximum size of a weight file. Larger weights are split into several files with an
-            index. A single larger tensor gets a file of its own.
+        max_file_bytes: maximum size of a weight file. If the weights are larger, they are split into
+            several files with an index. A tensor that is larger than this size gets a file of its own.
 
-    Raises CheckpointError if no Hugging Face network can express this network.
+    Raises CheckpointError if no Hugging Face model type can express `model`.
     """
     directory = Path(directory)
     (dtype, _), *_ = Counter(tensor.dtype for tensor in tensors.values()).most_common()
@@ -179,9 +180,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """Return the name under which the files contain the tensor that transformers calls ``name``. Raises
-    CheckpointError if they do not contain it."""
-    # Files of a model without its head omit the prefix (GPT-2, BLOOM, OPT). GPT-NeoX's head has two names.
+    """Return the name in the files of the tensor that transformers calls ``name``. Raises CheckpointError
+    if the files do not contain this tensor."""
+    # Files that were saved without a head omit the prefix (GPT-2, BLOOM, OPT). GPT-NeoX's head has two names.
     for candidate in (name, name.partition(".")[2], _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
@@ -223,7 +224,7 @@ def _check_left_over(
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS.intersection(names) if tied_to is not None else set()
     unknown = sorted(name for name in names if name not in tied and not name.endswith(known))
-    # Older versions of AutoGPTQ give every linear a bias.
+    # Older versions of AutoGPTQ write a bias for every linear layer.
     unknown = [name for name in unknown if not (name.endswith(".bias") and not stored[name].read().any())]
     if unknown:
         raise CheckpointError(

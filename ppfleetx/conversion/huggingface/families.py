@@ -234,7 +234,7 @@ _GPT_KIN: dict[str, Family] = {
         | {
             "ffn_dim": SIZES["intermediate_size"],
             "init_std": SIZES["initializer_range"],
-            # A model that projects its embeddings has norms behind its branches too, which are refused.
+            # Models with projected embeddings (OPT-350m) are post-norm models, which are refused anyway.
             "word_embed_proj_dim": ("hidden_size", lambda config: config["hidden_size"]),
             "max_position_embeddings": ("max_position_embeddings", 2048),
             "dropout": ("hidden_dropout_prob", 0.1),
@@ -302,7 +302,7 @@ _GPT_KIN: dict[str, Family] = {
         off={"alibi": (False,)},
     ),
 }
-# A network is exported as the first family that can express it. These come first.
+# A network is exported as the first model type that can express it. These types are tried first.
 _FIRST = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox")
 _DENSE = {name: (LLAMA_KIN | _GPT_KIN)[name] for name in (*_FIRST, *LLAMA_KIN, *_GPT_KIN)}
 FAMILIES = _DENSE | MIXTURES
@@ -310,6 +310,6 @@ FAMILIES = _DENSE | MIXTURES
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """Return the Hugging Face model types that may be able to express the network ``model``, with their
-    families, in the order in which to try them."""
+    """Return the Hugging Face model types to try for an export of ``model``, in this order, with their
+    families: the mixture-of-experts types if ``model`` has experts, otherwise the dense types."""
     return _DENSE if model.moe is None else MIXTURES

@@ -1,5 +1,5 @@
-""":class:`Family`, which describes how one Hugging Face model type is converted to our network, and parts
-that families similar to Llama or GPT share."""
+"""The class :class:`Family`, which describes how one Hugging Face model type is converted to our network,
+and the tables and features that several families share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class Feature:
-    """Converts some ``config.json`` keys that the table `Family.keys` cannot convert.
+    """Converts ``config.json`` keys for which the table `Family.keys` is not sufficient.
 
     Attributes:
         reads: the keys that ``read`` uses.
@@ -46,12 +46,12 @@ class Family:
             ``{expert}`` for the expert number, and ``{part}`` for a part of a fused layer, such as q or gate.
         features: functions that convert further keys; if two set the same key, the later one wins.
         other_names: returns further names for a given ``config.json``.
-        part_names: our part of a fused layer -> Hugging Face's, if it has another name.
-        aliases: other ``config.json`` keys that transformers accepts -> the keys used here.
+        part_names: our name for a part of a fused layer -> Hugging Face's name, where the two differ.
+        aliases: alternative ``config.json`` keys that transformers accepts -> the keys used here.
         has_in_out_linears: whether linear weights are stored as ``[in, out]``, not ``[out, in]``.
         has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values.
         required: keys that must be present, even if null.
-        off: options that we do not support -> the values that turn them off, which are accepted.
+        off: options that we do not support -> the values that are accepted, because they turn the option off.
     """
 
     architecture: str
@@ -130,7 +130,8 @@ class Family:
 
 
 def value_at(section: Any, name: str) -> Any:
-    """Return the value of a key with dots, such as ``moe.top_k``; None if it is missing."""
+    """Return the value of the dotted key ``name``, such as ``moe.top_k``. None if ``section`` lacks the
+    key."""
     for part in name.split("."):
         section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
     return section
@@ -140,7 +141,7 @@ def value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Add the prefixes of a block to a mapping from our parameter names to Hugging Face's.
+    """Add a transformer block's prefixes to a mapping from our parameter names to Hugging Face's.
 
     Args:
         row: Hugging Face's prefix, such as ``model.layers.{}``.
@@ -190,7 +191,7 @@ LLAMA = Family(
     | {
         "head_dim": ("head_dim", lambda config: config["hidden_size"] // config["num_attention_heads"]),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
-        # PaddleFormers omits the key if it is true, everyone else if it is false.
+        # PaddleFormers omits the key if it is true. Other programs omit the key if it is false.
         "tie_word_embeddings": ("tie_word_embeddings", lambda config: "paddleformers_version" in config),
     },
     {
@@ -277,12 +278,13 @@ _ROTARY = {*PLACES, "original_max_position_embeddings", "rope_theta", "partial_r
 
 
 def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
-    """Convert the rotary settings of a ``config.json`` to keys of our ``Model`` section. Raises
-    CheckpointError if they are invalid or not supported, or if there is no ``head_dim`` and the hidden size
-    is not divisible by the number of heads.
+    """Convert the rotary settings of a ``config.json`` to keys of our ``Model`` section.
 
     Args:
         base: the default of ``rope_theta``.
+
+    Raises CheckpointError if the settings are invalid or not supported. Also raised if there is no
+    ``head_dim`` and the number of heads does not divide the hidden size.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
@@ -302,7 +304,7 @@ PARTIAL_ROTARY = Feature(
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
     """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1.
-    The value is None if there is no window, or if the window covers all positions of the model."""
+    The value is None if there is no window, or if the window covers the whole context length."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -328,8 +330,8 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """Convert the settings of a sliding window that only some layers use to ``attention_window`` and
-    ``attention_window_layers``.
+    """Convert the settings of a sliding window to ``attention_window`` and ``attention_window_layers``, for
+    model types in which only some layers use the window.
 
     Args:
         every: the number of layers in a period, used if ``config`` has no ``layer_types``. The last layer of
@@ -381,8 +383,8 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """Convert rotary settings in which layers with a sliding window and other layers have different rotary
-    bases.
+    """Convert rotary settings for models in which layers with and without a sliding window have different
+    rotary bases.
 
     Args:
         config: the ``config.json``.
@@ -390,7 +392,8 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
         base: the default base of layers without a window.
         local: the default base of layers with a window.
 
-    Returns keys of our ``Model`` section. ``local_rotary_base`` is included only if it is needed.
+    Returns keys of our ``Model`` section. ``local_rotary_base`` is included only if the two kinds of layers
+    differ.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}

@@ -1,5 +1,5 @@
-"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section. Older models have the same
-keys in ``config.json``."""
+"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section. Older models have the
+same keys in ``config.json``, which is converted in this case."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _HARMLESS = (
     "_commit_hash",
 )  # fmt: skip
 
-# Keys that we do not support -> the values with which they have no effect. (transformers' default of
-# max_length is 20.)
+# Key that we do not support -> the values with which the key has no effect. (20 is transformers' default of
+# max_length.)
 _WITHOUT_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "max_length": (20,),  # includes the prompt, unlike max_dec_len
     "min_length": (0,),
@@ -70,9 +70,9 @@ _WITHOUT_COUNTERPART: dict[str, tuple[Any, ...]] = {
 }
 _OF_SAMPLING, _OF_SEARCH = {"top_h", "epsilon_cutoff", "eta_cutoff"}, {"renormalize_logits"}
 KEYS = {*_SAME, *_HARMLESS, *_WITHOUT_COUNTERPART}
-"""All known keys of transformers."""
+"""All generation keys of transformers that are known here, supported or not."""
 DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
-"""transformers' defaults for our keys, where they differ from our own defaults."""
+"""Our key -> transformers' default, where it differs from our own default."""
 
 
 def generation_defaults(
@@ -96,12 +96,12 @@ def generation_defaults(
 
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
-    """Convert transformers' generation defaults to our keys. Also returns a text for each default that cannot
-    be converted.
+    """Convert transformers' generation defaults to our keys. Also returns a description of each default
+    that cannot be converted.
 
     Args:
         said: the content of a ``generation_config.json`` or a ``config.json``.
-        is_own_file: whether it is a ``generation_config.json``.
+        is_own_file: whether ``said`` comes from a ``generation_config.json``.
     """
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")

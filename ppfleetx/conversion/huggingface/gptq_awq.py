@@ -1,7 +1,7 @@
 """Read GPTQ and AWQ checkpoints. Linear layers are dequantized to floating-point weights.
 
-In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words, and a scale and
-an integer zero point for each group of inputs:
+In place of ``X.weight``, such a directory has 4- or 8-bit integers, packed into 32-bit words. For each output
+and each group of inputs, it has a scale and an integer zero point:
 
 =========  =========================  =====================
 tensor     GPTQ                       AWQ (``gemm``)
@@ -47,7 +47,7 @@ _READ: dict[str, dict[str, tuple[Any, ...]]] = {
         "backend": (None, "autoawq", "auto"),
     },
 }
-"""quant_method -> key -> supported values; None: the key may be missing."""
+"""quant_method -> key -> supported values. None among the values: the key can be missing."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight consecutive outputs in a word, from the lowest bits
 
 
@@ -86,8 +86,8 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer with its weight, which is dequantized when it is
-    read. The weight is ``[in, out]`` if ``in_out``, else ``[out, in]``. Its type is that of the scales.
+    """Replace the quantized tensors of each linear layer with one lazy tensor, the dequantized weight. The
+    weight is ``[in, out]`` if ``in_out``, else ``[out, in]``, and has the element type of the scales.
     Raises CheckpointError if a tensor is missing or invalid."""
     scheme = quantization(hf_config)
     found = dict(tensors)

@@ -87,7 +87,7 @@ def _gemma(config: Config) -> dict[str, Any]:
 
 def _write_scale(model: ModelConfig) -> dict[str, Any]:
     scalar = (model.attention_multiplier or model.head_size**-0.5) ** -2
-    # transformers 5 takes whole numbers only.
+    # transformers 5 accepts only integers here.
     return {"query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar)) else scalar}
 
 
@@ -173,8 +173,8 @@ _COHERE = LLAMA.variant(
 
 
 def _cohere2(config: Config, pattern: Mapping[str, Any]) -> dict[str, Any]:
-    """Set ``rotary_layers`` for Cohere 2, in which layers with a sliding window have rotary positions, and
-    all other layers have no positions."""
+    """Return ``rotary_layers`` for Cohere 2. Layers with a sliding window use rotary embeddings, and all
+    other layers have no position encoding."""
     return {"rotary_layers": pattern.get("attention_window_layers", ())}
 
 
@@ -235,8 +235,8 @@ _OLMO = LLAMA.variant(
 
 
 def _baichuan(config: Config) -> dict[str, Any]:
-    """Convert the position settings of Baichuan: rotary for 7B, ALiBi for 13B, which has no
-    ``max_position_embeddings``."""
+    """Convert the position settings of Baichuan: rotary embeddings for 7B, ALiBi for 13B. The 13B model is
+    recognized by the absence of ``max_position_embeddings``."""
     if config.get("vocab_size", 0) > 100_000:
         raise CheckpointError(
             "this is a Baichuan 2, which normalizes the rows of its head at each pass; that is not built"

@@ -23,13 +23,15 @@ _HEAD = "lm_head.weight"
 def to_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a model directory with Hugging Face's names and layout. A Llama that Paddle's
-    libraries wrote is converted; a GPT-2 is returned unchanged. Raises CheckpointError if these libraries
-    wrote a model of another type, or if the layout is ambiguous or not supported.
+    """Return the tensors of a model directory with Hugging Face's names and layout. Only the tensors of a
+    Llama that Paddle's libraries wrote are changed.
 
     Args:
         config: the ``config.json``.
         keys: ``config`` converted to our `Model` section.
+
+    Raises CheckpointError if Paddle's libraries wrote a model that is neither a Llama nor a GPT-2, or if
+    the layout is ambiguous or not supported.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
@@ -66,7 +68,7 @@ def to_hf_layout(
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
-    """Return the shape ``[out, in]`` that Hugging Face has for each linear weight in the layers, by name."""
+    """Return {name: shape in Hugging Face's layout ``[out, in]``} for the linear weights in the layers."""
     return {
         name: shape
         for rule in rules(config)
@@ -77,8 +79,8 @@ def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
 
 
 def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Return whether linear weights are stored as ``[in, out]``. If all are square, the answer is True.
-    Raises CheckpointError if their shapes contradict each other."""
+    """Return whether linear weights are stored as ``[in, out]``. Returns True if all are square. Raises
+    CheckpointError if some are stored as ``[in, out]`` and some as ``[out, in]``."""
     found: dict[bool, str] = {}
     for name, (rows, columns) in linears.items():
         if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):
@@ -92,7 +94,8 @@ def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index],
 
 
 def _is_head_in_out(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, directory: Path) -> bool:
-    """Return whether the head is ``[hidden, vocabulary]``, as in PaddleNLP and older PaddleFormers."""
+    """Return whether the head is ``[hidden, vocabulary]``, as in PaddleNLP and older PaddleFormers. Raises
+    CheckpointError if the head is square and nothing shows its layout."""
     vocab, hidden = keys["vocab_size"], keys["hidden_size"]
     if vocab == hidden and not keys["tie_word_embeddings"]:
         if is_of_nlp:

@@ -29,11 +29,11 @@ PADDLE_PICKLE_FORMAT = "pdparams"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a model directory, with the names and shapes that the files have.
+    """The tensors of a model directory, with the names and shapes that they have in the files.
 
     Attributes:
         formats: the formats of the files: `pt` for a PyTorch pickle, `pdparams` for a Paddle pickle. For a
-            safetensors file, the ``format`` in its metadata, such as `pt`; None if it has none.
+            safetensors file, the ``format`` in its metadata, such as `pt`; None if the metadata have none.
     """
 
     tensors: dict[str, LazyTensor]
@@ -46,15 +46,16 @@ class Stored:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """Read ``config.json``, or older PaddleNLP's ``model_config.json``. Raises CheckpointError if it is
-    missing or damaged."""
+    """Read ``config.json``, or the ``model_config.json`` of older PaddleNLP versions. Raises
+    CheckpointError if the file is missing or damaged."""
     if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
         return _flattened(read_json(directory / PADDLE_CONFIG))
     return read_json(directory / CONFIG)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """Read ``generation_config.json``; None if there is none. Raises CheckpointError if it is damaged."""
+    """Read ``generation_config.json``. Returns None if there is no such file. Raises CheckpointError if the
+    file is damaged."""
     path = directory / GENERATION_CONFIG
     return read_json(path) if path.is_file() else None
 
@@ -107,7 +108,7 @@ def _indexed(
 
 
 def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten the nested ``model_config.json`` of older PaddleNLP versions. Outer keys win."""
+    """Flatten the nested ``model_config.json`` of older PaddleNLP versions. Outer keys take precedence."""
     flat = {key: value for key, value in content.items() if key not in ("init_args", "init_class")}
     inner = content.get("init_args")
     for arguments in inner if isinstance(inner, list) else ():

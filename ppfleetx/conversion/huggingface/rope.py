@@ -1,5 +1,5 @@
-"""Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section. Settings of
-transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``) are read."""
+"""Convert rotary settings between a Hugging Face ``config.json`` and our ``Model`` section. The keys of
+transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``) can be read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _ORIGINAL = "original_max_position_embeddings"
 _ROTARY_FRACTION = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
-"""The default fraction of each head that is rotated, if config.json does not give it."""
-_PHI3_LENGTH = 4096  # Phi-3's default; Phi-3 ignores this key inside rope_scaling
-# Keys that transformers knows; keys of other scaling types have no effect.
+"""Model type -> the fraction of each head that is rotated if config.json does not say."""
+# Phi-3's default of original_max_position_embeddings. Phi-3 ignores this key inside rope_scaling.
+_PHI3_LENGTH = 4096
+# Keys that transformers knows. A key that the given scaling type does not use has no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
     "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale",
@@ -51,7 +52,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Return warnings about the rotary settings of a supported ``config.json``, one sentence each."""
+    """Return warnings about the rotary settings of a ``config.json``, one sentence each."""
     places = [config.get(place) or {} for place in PLACES]
     of_layers = [place["full_attention"] for place in places if "full_attention" in place]
     if any(_kind(one) == "dynamic" for one in (*places, *of_layers)):
@@ -80,7 +81,7 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
     keys = {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
-    if model.rope_scaling.type == "longrope":  # the outer key wins, and has a default in Phi-3
+    if model.rope_scaling.type == "longrope":  # the outer key takes precedence, and has a default in Phi-3
         keys[_ORIGINAL] = model.rope_scaling.original_max_position_embeddings
     return keys
 
@@ -95,8 +96,9 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return which of the ``config.json`` keys ``rope_scaling`` and ``rope_parameters`` applies, and its
-    value. Raises CheckpointError if the value has different settings for different kinds of layers."""
+    """Return (key, value) for the ``config.json`` key that applies: ``rope_scaling`` or
+    ``rope_parameters``. Raises CheckpointError if the value has different settings for different kinds of
+    layers."""
     # transformers 5 makes the same choice.
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
@@ -123,7 +125,7 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
     is_phi3 = config.get("model_type") == "phi3"
     if is_phi3 and kind in ("su", "yarn"):
         kind = "longrope"  # its former names
-    if kind in ("default", "dynamic"):  # "dynamic" only affects longer sequences than are allowed here
+    if kind in ("default", "dynamic"):  # "dynamic" affects only longer sequences than are allowed here
         return None
     if kind not in _TYPES:
         raise CheckpointError(

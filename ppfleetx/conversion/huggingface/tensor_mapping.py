@@ -34,8 +34,8 @@ class Rule:
         ours: the name of our parameter.
         theirs: the names of Hugging Face's tensors, ordered by expert and then by part.
         shape: the shape of our parameter, without vocabulary padding.
-        parts: the parts of a fused parameter, such as q, k and v; empty if there is nothing to join or
-            reorder.
+        parts: the parts of a fused parameter, such as q, k and v. Empty if Hugging Face's tensor is not
+            joined or reordered.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
         num_experts: the number of experts, if each expert has its own tensors; else None.
         num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector; else
@@ -52,8 +52,7 @@ class Rule:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of the Hugging Face tensors from which our parameter is made, in the order of
-        ``theirs``."""
+        """The shapes of the Hugging Face tensors, in the order of ``theirs``."""
         if self.num_heads is not None:
             return [(self.num_heads, self.shape[0] // self.num_heads)]
         shapes = [self._expert_shape]
@@ -65,8 +64,14 @@ class Rule:
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def joined(self, parts: Sequence[LazyTensor], place: str | Path) -> LazyTensor:
-        """Return our parameter, made when it is read from the tensors listed in ``theirs``. Raises
-        CheckpointError if one of them has another shape. ``place`` is where they are, for messages."""
+        """Return our parameter as a lazy tensor that is built from Hugging Face's tensors.
+
+        Args:
+            parts: Hugging Face's tensors, in the order of ``theirs``.
+            place: the source of the tensors, for messages.
+
+        Raises CheckpointError if a tensor does not have the shape in ``shapes``.
+        """
         for name, part, wanted in zip(self.theirs, parts, self.shapes, strict=True):
             if part.shape != wanted:
                 raise CheckpointError(
@@ -75,7 +80,7 @@ class Rule:
         return derive(parts, self.shape, self.join, self.ours)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Build our parameter from the Hugging Face tensors listed in ``theirs``, in this order."""
+        """Build our parameter from the values of Hugging Face's tensors, given in the order of ``theirs``."""
         if self.num_heads is not None:
             return arrays[0].reshape(self.shape)
         if self.num_experts is None:
@@ -88,10 +93,10 @@ class Rule:
         return experts
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Build one Hugging Face tensor, without vocabulary padding, from our parameter ``array``.
+        """Build one Hugging Face tensor from our parameter ``array``, without vocabulary padding.
 
         Args:
-            index: the index of this tensor in ``theirs``.
+            index: the index of the Hugging Face tensor in ``theirs``.
         """
         if self.num_heads is not None:
             return array.reshape(self.shapes[0])
@@ -128,15 +133,15 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """Return a rule for each of our parameters, in model order: how it is made from Hugging Face's tensors.
-    Raises UserError if the network is not supported."""
+    """Return the conversion rules of all our parameters, in model order. The measured loads of experts have
+    no rule, because Hugging Face does not store them. Raises UserError if the network is not supported."""
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
 def expert_loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """Make the tensors in which training measures the load of each expert, with their initial values."""
+    """Make the tensors in which training records the load of each expert, with their initial values."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()
