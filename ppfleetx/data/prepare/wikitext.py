@@ -25,8 +25,8 @@ _ENDINGS = ("tokens", "raw")
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What was written for one split of WikiText (train, valid or test). ``passages`` is the number of
-    documents, and ``windows`` the number of samples."""
+    """The corpus written for one split of WikiText (train, valid or test). ``passages`` is its number of
+    documents, and ``windows`` its number of samples."""
 
     split: str
     prefix: str
