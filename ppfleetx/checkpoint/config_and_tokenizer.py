@@ -60,7 +60,7 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the chat template of the training data as {file name: template}. Empty if the training data are
-    not chats, or if the tokenizer already has this template."""
+    not chats, or if this is already the tokenizer's default template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}

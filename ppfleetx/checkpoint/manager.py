@@ -114,9 +114,9 @@ class SharedSave:
         return self.path
 
     def on_all_ranks(self, act: Callable[[], Result]) -> Result:
-        """Call the function ``act`` on every rank, and return its result on this rank. If it raises OSError
-        or CheckpointError on any rank, all ranks raise CheckpointError. Any other error ends all ranks
-        (:func:`raise_on_all_ranks`)."""
+        """Call the function ``act`` on every rank, and return its result on this rank. If ``act`` raises
+        OSError or CheckpointError on any rank, all ranks raise CheckpointError. Any other error ends all
+        ranks (:func:`raise_on_all_ranks`)."""
         try:
             with joint_errors(self._ctx):
                 try:
@@ -359,7 +359,7 @@ class HostCopier:
 
 
 def _started(act: Callable[[], Any]) -> Future:
-    """Run a function in a daemon thread."""
+    """Start ``act`` in a daemon thread, and return a Future for its result."""
     future: Future = Future()
 
     def run() -> None:

@@ -222,7 +222,7 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer in a directory; None, with a warning, if ppfleetx does not support it."""
+    """Load the tokenizer in ``directory``. If ppfleetx does not support it, log a warning and return None."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:
