@@ -124,7 +124,8 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files and ``generation_config.json`` from directory ``source`` to ``target``."""
+    """Copy the tokenizer files and ``generation_config.json`` from directory ``source`` to ``target``. Chat
+    templates in ``additional_chat_templates/`` are copied into ``tokenizer_config.json``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
         if file.is_file() and source.resolve() != target.resolve():

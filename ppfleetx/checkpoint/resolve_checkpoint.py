@@ -90,7 +90,8 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open a path that `resolve_checkpoint` returned. Raises CheckpointError if it is damaged."""
+    """Open the checkpoint at a path that `resolve_checkpoint` returned. Raises CheckpointError if the
+    checkpoint is damaged."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)

@@ -58,9 +58,9 @@ def load_model(
     """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
     parameters.
 
-    Element types are converted. If the checkpoint has float32 master weights besides 16-bit weights,
-    parameters of any other type than the 16-bit weights get the master weights. If only the size of the
-    vocabulary padding differs, the padding of the parameters keeps its values.
+    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights, a
+    parameter whose type differs from its 16-bit weight is loaded from its master weight. If only the size of
+    the vocabulary padding differs, the padding of the parameters keeps its values.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.
@@ -71,8 +71,8 @@ def load_model(
             their values; if False, such parameters are an error.
         model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
-    Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
-    changed.
+    Raises CheckpointError if the checkpoint is damaged or does not fit the model. If it does not fit, no
+    parameter is changed.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
@@ -119,8 +119,8 @@ def load_optimizer(
         named_params: (name in the whole model, parameter) of this rank.
         model_names: all names of the whole model, if ``state`` is only a part of it.
 
-    Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
-    changed.
+    Raises CheckpointError if the checkpoint is damaged or does not fit the optimizer and the model. If it
+    does not fit, nothing is changed.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -163,7 +163,7 @@ def load_masters(
 
 
 class _StateInfo:
-    """Describes the part of an optimizer state that this rank has, like the attribute ``info`` of a
+    """Says which part of an optimizer state this rank has, with the same attributes as the ``info`` of a
     parameter."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:

@@ -62,8 +62,8 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors lazily to the element type ``dtype``, except those named in ``keep``. If
-        ``dtype`` is None, convert nothing."""
+        """Return these weights, lazily converted to the element type ``dtype``, except the tensors named in
+        ``keep``. If ``dtype`` is None, nothing is converted."""
         if dtype is None:
             return self
         return self.with_tensors(

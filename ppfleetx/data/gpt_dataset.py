@@ -1,5 +1,5 @@
 """A dataset of language modeling samples, cut from one split (Train, Eval or Test) of a tokenized corpus. The
-samples and their order are the same as in Megatron-LM."""
+samples are cut and ordered as in Megatron-LM."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ an empty line."""
 
 
 class ChatError(UserError):
-    """A chat template refuses a conversation, or fails on it."""
+    """Raised if a chat template refuses a conversation, or fails on it."""
 
 
 class _RefusedError(TemplateError):
-    """The template refuses the conversation: it called ``raise_exception``."""
+    """Raised if a chat template calls ``raise_exception`` to refuse a conversation."""
 
 
 @contextmanager

@@ -74,7 +74,8 @@ def prepare_wikitext(
 
 @contextmanager
 def _names(source: Path) -> Iterator[tuple[list[str], Callable[[str], IO[bytes]]]]:
-    """Context manager that gives the names of the files in a folder or zip, and a function that opens one."""
+    """Context manager that yields the names of the files in a folder or zip, and a function that opens one of
+    them."""
     try:
         if source.is_dir():
             names = [path.name for path in source.iterdir() if path.is_file()]

@@ -156,8 +156,8 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Return the entries of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
-        fingerprint. ``written`` is the content of the file."""
+        """Return the entries of a ``tokenizer.json`` that determine how text is converted to ids, for the
+        tokenizer's fingerprint. ``written`` is the content of the file."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
@@ -303,8 +303,8 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Return the regular expression by which the entry ``pre_tokenizer`` of a ``tokenizer.json`` splits a
-    text, and whether a space is added before the text. Raises Unsupported if tiktoken cannot do the same."""
+    """Return the regular expression by which the entry ``pre_tokenizer`` of a ``tokenizer.json`` splits text,
+    and whether a space is added before the text. Raises Unsupported if tiktoken cannot do the same."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers")

@@ -101,8 +101,8 @@ class Tokenizer:
     """Converts text to token ids and back, as described by a tokenizer's files. There are three ways to
     encode:
 
-    - `encode` treats everything as plain text, ``<|endoftext|>`` included, and adds no token. Used for
-    corpora.
+    - `encode`, used for corpora, treats everything as plain text, ``<|endoftext|>`` included, and adds no
+      token.
     - `encode_prompt` equals Hugging Face's ``AutoTokenizer``: special tokens in the text become their ids,
       and tokens such as BOS are added around the text.
     - `encode_continuation` encodes text that follows a prompt.
