@@ -22,7 +22,7 @@ class ForeignFormats:
 
     def open(self, path: Path) -> Checkpoint:
         """Open another program's checkpoint for reading. Call this only if `is_readable` is true for
-        ``path``. Raises CheckpointError if it is damaged."""
+        ``path``. Raises CheckpointError if the checkpoint is damaged."""
         raise AssertionError(f"nothing reads {path}")
 
 

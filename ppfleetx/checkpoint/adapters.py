@@ -33,10 +33,10 @@ def is_adapter_or_head(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str], *, widened: bool = False) -> str:
-    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. It covers
-    the element type and the first few numbers of each tensor in ``names``, and does not depend on the
-    parallel plan that saved the checkpoint. With ``widened``, 16-bit numbers are converted to float32
-    first."""
+    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. The hash
+    covers the element type and the first few numbers of each tensor in ``names``, and does not depend on the
+    parallel plan that saved the checkpoint. With ``widened``, 16-bit numbers are converted to float32 first.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):
         entry = checkpoint.entry(name)

@@ -60,7 +60,7 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the chat template of the training data as {file name: template}. Empty if the training data are
-    not chats, or if the tokenizer already has this template."""
+    not chats, or if this is already the tokenizer's default template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}
@@ -124,7 +124,8 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files and ``generation_config.json`` from directory ``source`` to ``target``."""
+    """Copy the tokenizer files and ``generation_config.json`` from directory ``source`` to ``target``. Chat
+    templates in ``additional_chat_templates/`` are copied into ``tokenizer_config.json``."""
     target.mkdir(parents=True, exist_ok=True)
     for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
         if file.is_file() and source.resolve() != target.resolve():

@@ -45,8 +45,9 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return facts about a checkpoint, such as step, plan and sizes, as JSON values. The value of the key
-    ``parameters`` is the number of elements of all parameters. Keys that end in ``_bytes`` are in bytes."""
+    """Return facts about a checkpoint, such as step, plan and sizes, as a dictionary of JSON values.
+    ``parameters`` is the total number of elements of all parameters. Keys that end in ``_bytes`` are in
+    bytes."""
     manifest = checkpoint.manifest
     of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
     of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]
@@ -114,7 +115,8 @@ def table(entries: list[TensorEntry]) -> str:
 def differences(
     one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
 ) -> Iterator[Difference]:
-    """Compare two checkpoints bit by bit, without vocabulary padding, and yield the tensors that differ."""
+    """Compare two checkpoints bit by bit, without vocabulary padding, and yield the tensors that differ. With
+    ``pattern``, only tensors whose :func:`label` it matches are compared."""
     mine = {entry.key: entry for entry in tensors_of(one, pattern)}
     theirs = {entry.key: entry for entry in tensors_of(other, pattern)}
     for key in mine.keys() - theirs.keys():

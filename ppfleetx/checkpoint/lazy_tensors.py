@@ -21,7 +21,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor with known type and shape whose data is read by calling ``load``.
+    """A tensor with known element type and shape, whose data is read by calling ``load``.
 
     ``load`` may return a strided view. It returns bfloat16 as bits in uint16.
     """
@@ -107,8 +107,8 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
-    """Read ``length`` bytes from position ``start``, as uint8. Raises CheckpointError if the file is too
-    short."""
+    """Read ``length`` bytes of the file ``path`` from position ``start``, as uint8. Raises CheckpointError if
+    the file is too short."""
     with opened(path) as file:
         if start + length > file.seek(0, os.SEEK_END):  # check before allocating memory
             raise CheckpointError(f"{path} ends too early")

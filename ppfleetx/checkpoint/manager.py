@@ -114,9 +114,9 @@ class SharedSave:
         return self.path
 
     def on_all_ranks(self, act: Callable[[], Result]) -> Result:
-        """Call the function ``act`` on every rank, and return its result on this rank. If it raises OSError
-        or CheckpointError on any rank, all ranks raise CheckpointError. Any other error ends all ranks
-        (:func:`raise_on_all_ranks`)."""
+        """Call the function ``act`` on every rank, and return its result on this rank. If ``act`` raises
+        OSError or CheckpointError on any rank, all ranks raise CheckpointError. Any other error ends all
+        ranks (:func:`raise_on_all_ranks`)."""
         try:
             with joint_errors(self._ctx):
                 try:
@@ -206,10 +206,11 @@ class CheckpointManager:
         """Wait until the tensors passed to `save` may be changed. Returns at once after a foreground save."""
 
     def poll(self) -> Path | None:
-        """Return the path of a background save that has just completed, or None."""
+        """Return the path of the checkpoint that a background save has just completed, or None."""
 
     def wait(self) -> Path | None:
-        """Wait for a background save to complete, and return its path; None if there is none."""
+        """Wait for a background save to complete, and return the path of its checkpoint. Returns None if no
+        save is in progress."""
 
     def abandon(self) -> None:
         """End a background save when this process stops with an error. Does not communicate with other
@@ -323,7 +324,7 @@ def _logged(path: Path) -> Path:
 
 
 class HostCopier:
-    """Copies tensors into host memory for a background save. The next save uses the same memory."""
+    """Copies tensors into host memory for a background save. The next save reuses this memory."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
@@ -359,7 +360,7 @@ class HostCopier:
 
 
 def _started(act: Callable[[], Any]) -> Future:
-    """Run a function in a daemon thread."""
+    """Start ``act`` in a daemon thread, and return a Future for its result."""
     future: Future = Future()
 
     def run() -> None:

@@ -270,8 +270,8 @@ _manifests = TypeAdapter(Manifest)
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Return the name of a rank's directory in a checkpoint. ``dp`` and ``sep`` are in the name only if they
-    are above 0."""
+    """Return the name of a rank's directory in a checkpoint, such as ``mp_01_sharding_00_pp_00``. ``dp`` and
+    ``sep`` are in the name only if they are above 0."""
     # Ranks with dp or sep above 0 write only weights of experts.
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"

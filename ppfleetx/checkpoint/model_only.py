@@ -210,8 +210,9 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Add a ``generation_config.json`` with the special tokens of ``config.json``. Nothing is added if the
-    directory already has this file, or if ``config.json`` has no ``eos_token_id``."""
+    """Write a ``generation_config.json`` into ``directory``, with the special token ids of
+    ``source["config"]``, the content of a ``config.json``. Nothing is written if ``directory`` already has
+    this file, or if the ``config.json`` has no ``eos_token_id``."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -222,7 +223,7 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer in a directory; None, with a warning, if ppfleetx does not support it."""
+    """Load the tokenizer in ``directory``. If ppfleetx does not support it, log a warning and return None."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:

@@ -189,8 +189,8 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
 
 
 def read_marker(path: Path) -> dict[str, str]:
-    """Return the fields of ``COMPLETE``, which marks a complete checkpoint. Raises CheckpointError if it is
-    missing, damaged or of another format version."""
+    """Return the fields of the file ``COMPLETE``, which marks the step directory ``path`` as a complete
+    checkpoint. Raises CheckpointError if the file is missing, damaged or of another format version."""
     marker_path = path / MARKER_FILE
     if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")

@@ -1,4 +1,4 @@
-"""Find checkpoints in directories."""
+"""Find and open the checkpoint that a path refers to, and list the checkpoints in an output directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ppfleetx.utils.log import get_logger
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for each key of a configuration that names a checkpoint to take weights from."""
+    """Yield (key, path) for each configuration key that is set to the path of a checkpoint to load weights
+    from."""
     options, lora = cfg.Engine.save_load, cfg.Model.lora
     for key, place in (
         ("Engine.save_load.ckpt_dir", options.ckpt_dir),
@@ -89,7 +90,8 @@ def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open a path that `resolve_checkpoint` returned. Raises CheckpointError if it is damaged."""
+    """Open the checkpoint at a path that `resolve_checkpoint` returned. Raises CheckpointError if the
+    checkpoint is damaged."""
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
         return foreign_formats().open(path)

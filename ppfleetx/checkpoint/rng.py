@@ -81,7 +81,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
     """Restore the generators of this process: Python's, NumPy's and Paddle's. If ``state`` was saved with
     another kind or number of devices, Paddle's generators are left unchanged, with a warning. Raises
-    CheckpointError if it is invalid.
+    CheckpointError if ``state`` is invalid.
 
     Args:
         state: the result of `rng_state`.

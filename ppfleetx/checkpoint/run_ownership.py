@@ -50,8 +50,8 @@ class Ownership:
 
     def may_replace(self, path: Path) -> bool:
         """Return whether the run may delete or replace the checkpoint at ``path``. True if the run saved
-        every file in the checkpoint under this name, and was not started from the checkpoint. Always False
-        for a symbolic link."""
+        every file in the checkpoint, saved it under its current name, and was not started from it. Always
+        False for a symbolic link."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:

@@ -1,4 +1,5 @@
-"""Slices of tensors, and boxes: pairs (offset, shape) for rectangular parts. A slice is the data in a box."""
+"""Slices of tensors. A box is a rectangular part of a tensor, given as a pair (offset, shape), and a slice is
+the data in a box."""
 
 from __future__ import annotations
 

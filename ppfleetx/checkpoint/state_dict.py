@@ -58,9 +58,9 @@ def load_model(
     """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
     parameters.
 
-    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights, float32
-    parameters get the master weights. If only the size of the vocabulary padding differs, the padding keeps
-    its values.
+    Element types are converted. If the checkpoint has 16-bit weights and also float32 master weights, a
+    parameter whose type differs from its 16-bit weight is loaded from its master weight. If only the size of
+    the vocabulary padding differs, the padding of the parameters keeps its values.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.
@@ -71,8 +71,8 @@ def load_model(
             their values; if False, such parameters are an error.
         model_names: all names of the whole model, if ``named_params`` are only a part of it.
 
-    Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
-    changed.
+    Raises CheckpointError if the checkpoint is damaged or does not fit the model. If it does not fit, no
+    parameter is changed.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
@@ -110,17 +110,17 @@ def load_optimizer(
     *,
     model_names: Collection[str] = (),
 ) -> None:
-    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`). Master
-    weights that the checkpoint lacks are loaded from its weights. Master weights that ``state`` lacks are
-    ignored.
+    """Load optimizer state from a checkpoint into the tensors of ``state`` (`Optimizer.state()`). Where the
+    checkpoint lacks a master weight, its model weight is loaded instead. Master weights that ``state`` does
+    not have are ignored.
 
     Args:
         state: this rank's state, by (parameter name, state name).
         named_params: (name in the whole model, parameter) of this rank.
         model_names: all names of the whole model, if ``state`` is only a part of it.
 
-    Raises CheckpointError if the checkpoint is damaged or does not fit. If it does not fit, nothing is
-    changed.
+    Raises CheckpointError if the checkpoint is damaged or does not fit the optimizer and the model. If it
+    does not fit, nothing is changed.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
@@ -149,9 +149,11 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Load the optimizer's master weights from a checkpoint, or from its model weights if it has no master
-    weights. Call this after :func:`load_model`. Raises CheckpointError if data is damaged."""
-    # With old masters, the first update would restore the old values of 16-bit parameters.
+    """Load the master weights of the optimizer ``state`` from a checkpoint. Where the checkpoint lacks a
+    master weight, its model weight is loaded instead. Call this after :func:`load_model`. Raises
+    CheckpointError if data is damaged."""
+    # Without this, the master weights keep their old values, and the first update would copy these into the
+    # 16-bit parameters.
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
         if state_name == MASTER_WEIGHT and name in stored:
@@ -161,7 +163,7 @@ def load_masters(
 
 
 class _StateInfo:
-    """Describes the part of an optimizer state that this rank has, like the attribute ``info`` of a
+    """Says which part of an optimizer state this rank has, with the same attributes as the ``info`` of a
     parameter."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
@@ -195,8 +197,8 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor's elements as a NumPy array, bfloat16 as bits in uint16. The array may be the tensor's
-    own memory."""
+    """Return a tensor's elements as a NumPy array, bfloat16 as bits in uint16. The array can share the
+    tensor's memory."""
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 
@@ -285,7 +287,8 @@ def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters that have the same shape in the checkpoint, and warn of the others.
+    """Return the parameters that have the same shape in the checkpoint, and log a warning that names all
+    others.
 
     Args:
         other_vocabulary: whether the vocabulary has another size in the checkpoint. If so, the embedding and

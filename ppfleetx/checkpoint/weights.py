@@ -40,8 +40,9 @@ class Weights:
 
     Attributes:
         place: where the weights come from, for messages.
-        tensors: by ppfleetx's parameter names, in any order, with or without vocabulary padding.
-        model, generation: the keys of the `Model` and `Generation` sections that the source defines.
+        tensors: the weights by ppfleetx's parameter names, in any order, with or without vocabulary padding.
+        model, generation: keys of the `Model` and `Generation` sections, with the values that the source
+            defines.
         vocab_size: size of the vocabulary without padding; None if unknown.
         epoch, step: progress of the training; 0 if unknown.
         source: facts about the source as JSON values, to keep in the checkpoint's state.
@@ -61,8 +62,8 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """Convert all tensors lazily to the element type ``dtype``, except those named in ``keep``. If
-        ``dtype`` is None, convert nothing."""
+        """Return these weights, lazily converted to the element type ``dtype``, except the tensors named in
+        ``keep``. If ``dtype`` is None, nothing is converted."""
         if dtype is None:
             return self
         return self.with_tensors(
@@ -96,8 +97,9 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the tensors of ``weights`` in the order and shapes of the parameters of ``model``. Raises
-    CheckpointError if a tensor is missing, unknown or of another shape."""
+    """Return the tensors of ``weights`` in the order of the parameters of ``model``, with their vocabulary
+    padding made to match (new padding is 0). Raises CheckpointError if a tensor is missing or unknown, or if
+    its shape differs in more than the padding."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]

@@ -41,7 +41,7 @@ def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[n
     """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
     ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
     corpus of each of the first ``size`` samples (int16 [size]), and the sample's number within that corpus
-    (int64 [size]). If ``size`` is None, the order is that of all samples."""
+    (int64 [size]). If ``size`` is None, the result covers all samples."""
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -205,8 +205,9 @@ class BlendedDataset:
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return the sample at position ``index`` of the blend. It has the arrays of its corpus's sample, but
-        ``sample_ids`` holds ``index``. The index `PADDING` gives a sample whose loss mask is 0."""
+        """Return the sample at position ``index`` of the blend. The sample has the same arrays as in its own
+        dataset, except that ``sample_ids`` is ``index``. The index `PADDING` gives a sample whose loss mask
+        is 0."""
         if index == PADDING:
             return self._from(0, self.datasets[0][PADDING])
         order = self.order

@@ -48,7 +48,7 @@ class CorpusPart:
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
     """Return the number of samples that a run needs from its corpora: for all training steps if ``mode`` is
-    Train, for one evaluation if it is Eval or Test. The corpora can have fewer."""
+    Train, for one evaluation if ``mode`` is Eval or Test. The corpora can have fewer samples."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
@@ -65,12 +65,11 @@ def build_dataloader(
 ) -> DataLoader:
     """Build the data loader of ``Data.<mode>`` for one data rank. The training loader never ends: after the
     last sample, it starts again. Every evaluation reads the same batches: a whole finetuning dataset, or the
-    configured number of samples from corpora. The last batch of an evaluation, if incomplete, is left out or
-    filled with padding samples, whose loss mask is 0.
+    configured number of samples from corpora. If the last batch of an evaluation is incomplete, it is dropped
+    (corpora with ``drop_last``) or filled with padding samples, whose loss mask is 0.
 
-    Raises ConfigError if the section is missing, if its dataset is unknown or needs a tokenizer that is not
-    configured, or if the global batch is not divisible by micro batch size x data ranks. Raises DataError if
-    the data cannot be used.
+    Raises the errors of `build_dataset`. Also raises ConfigError if the global batch is not divisible by
+    micro batch size x data ranks, and DataError if the evaluation data have no full batch.
     """
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
@@ -141,7 +140,8 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     """Load the tokenizer that ``Data.tokenizer`` describes. Returns None if there is no such section, or if
-    the section names no files and keeps the default name, BPE. Raises DataError."""
+    the section names no files and keeps the default name, BPE. Raises DataError if the tokenizer cannot be
+    loaded."""
     files = cfg.Data.tokenizer
     if files is None or (not files.given and files.name == "BPE"):
         return None
@@ -172,8 +172,8 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
-    """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns a list for each entry, because an
-    entry can be a directory of corpora. Raises DataError."""
+    """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns one list per entry, because an
+    entry can be a directory of several corpora. Raises DataError if a corpus is missing or damaged."""
     section = getattr(cfg.Data, mode)
     key = section.key_of(mode, "input_dir")
     try:
@@ -208,8 +208,8 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """Return the corpora to blend, with weights that sum to 1. Corpora of weight 0 are left out. If no
-    weights are configured, corpora too short for one sample are also left out, unless all are too short."""
+    """Return the ``parts`` to blend, with weights that sum to 1. Parts of weight 0 are left out. If no
+    weights are configured, parts too short for one sample are also left out, unless all are too short."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

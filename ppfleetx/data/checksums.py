@@ -103,8 +103,8 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Read the corpus file with the suffix ``suffix`` block by block. Yields pairs: the bytes of a block,
-        and a `Block` if they do not match their checksum, else None."""
+        """Read the corpus file with the suffix ``suffix`` block by block. Yields (bytes of the block,
+        damage), where damage is a `Block` if the bytes do not match their checksum, else None."""
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
         with opened(path, DataError) as file:
             for number, crc in enumerate(sums.crcs):

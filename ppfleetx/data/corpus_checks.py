@@ -1,5 +1,5 @@
-"""Checks of corpora before training: their files are compared with their checksums, and their token ids with
-``Model.vocab_size``. Also the summary of a corpus."""
+"""Check corpora before training: compare their files with checksums, and their token ids with
+``Model.vocab_size``. Also summarize a corpus."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
 
 
 def _corpora(cfg: RunConfig, modes: Iterable[str]) -> Iterator[tuple[DatasetConfig, str]]:
-    """Yield each entry of ``input_dir`` in the data sections ``modes``, with its section."""
+    """Yield (dataset section, entry of ``input_dir``) for each tokenized corpus or directory of corpora that
+    the data sections ``modes`` name."""
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
             yield from ((section.dataset, entry) for entry in section.dataset.inputs)
@@ -64,8 +65,8 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 def verify_corpus(prefix: str, level: str) -> bool:
     """Compare a corpus with its checksums. At level ``index``, the bytes of ``.idx`` and the lengths of both
     files are checked; at level ``full``, also the bytes of ``.bin``. Returns whether the corpus has
-    checksums. Raises DataError if the corpus does not match them, if they are damaged, or if the level is
-    ``full`` and there are none."""
+    checksums. Raises DataError if the corpus does not match its checksums, if the checksum file is damaged,
+    or if ``level`` is ``full`` and there are no checksums."""
     checksums = read_checksums(prefix)
     if checksums is None:
         if level == "full":
@@ -134,11 +135,10 @@ _FEWEST_TOKENS = 1 << 18  # minimum number of tokens checked in each corpus
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Check that the token ids of the tokenizer and of the corpora of Train and Eval are below
+    """Check that the token ids of the tokenizer and of the Train and Eval corpora are below
     ``Model.vocab_size``. Returns a report as lines of text. Large corpora are checked on a sample of their
-    tokens. Missing files are not an error; the report mentions them. Raises DataError for a damaged file or a
-    larger id.
-    """
+    tokens. Missing files are not an error; the report mentions them. Raises DataError for a damaged file or
+    an id that is too large."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -228,7 +228,7 @@ def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
 
 def summary(prefix: str) -> dict[str, Any]:
     """Return the main figures of a corpus, such as its numbers of documents and tokens, in types that JSON
-    can represent. Raises DataError."""
+    can represent. Raises DataError if the corpus is missing or damaged."""
     corpus = open_tokens(prefix)
     sizes, parts = corpus.sizes, _parts(corpus.num_tokens, corpus.num_tokens)
     return {

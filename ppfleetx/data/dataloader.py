@@ -69,7 +69,8 @@ class GlobalBatchSampler:
 
     def start_after(self, consumed_samples: int, data_start: int = 0) -> None:
         """Set where later iterations start: after the first ``consumed_samples`` samples of the run.
-        ``data_start`` is the number of samples that the run had consumed when it began with this dataset."""
+        ``data_start`` is the number of samples that the run had consumed when it began to read this dataset.
+        """
         self.consumed_samples, self._firsts = consumed_samples, [consumed_samples]
         self.data_start = data_start
 
@@ -89,15 +90,13 @@ class GlobalBatchSampler:
 
     def micro_batches(self, step: int) -> list[np.ndarray]:
         """Return this data rank's micro batches of a step, as arrays of sample indices. Step 0 is the first
-        after ``consumed_samples``.
-        """
+        step after ``consumed_samples``."""
         batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
         return list(batch[:, self.data_rank])
 
     def global_batch(self, step: int) -> np.ndarray:
         """Return the sample indices of all data ranks in a step, int64 [global batch size]. Step 0 is the
-        first after ``consumed_samples``.
-        """
+        first step after ``consumed_samples``."""
         while len(self._firsts) <= step:
             self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
         first = self._firsts[step]
@@ -161,22 +160,21 @@ class Dataset(Protocol):
         ``loss_mask`` float32 [s] (all 0 if ``index`` is `PADDING`), ``sample_ids`` int64 [] (the index). Must
         be thread-safe.
 
-        To support `Engine.log_source_loss`, a dataset has an attribute ``sources`` with the names of its
-        sources, and its samples have ``source_ids`` int64 [], an index into ``sources``.
+        To support `Engine.log_source_loss`, a dataset must have an attribute ``sources`` with the names of
+        its sources, and its samples must have ``source_ids`` int64 [], an index into ``sources``.
         """
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Stack samples to a micro batch: arrays ``[s]`` become ``[b, s]``, and single numbers such as
-    ``sample_ids`` become ``[b]``.
-    """
+    """Stack samples into a micro batch: arrays ``[s]`` become ``[b, s]``, and single numbers such as
+    ``sample_ids`` become ``[b]``."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Return one data rank's micro batches of a step, with less padding at the end. All are cut to the length
-    of the rank's longest sample, rounded up to a multiple of ``multiple``, so the length can differ between
-    data ranks. The array ``lengths`` of a micro batch has the lengths of its samples."""
+    """Remove padding from the end of one data rank's micro batches of a step. All are cut to the length of
+    the longest sample in them, rounded up to a multiple of ``multiple``. The array ``lengths`` of a micro
+    batch has the lengths of its samples without padding. Data ranks can end up with different lengths."""
     # A pipeline requires the same length for all micro batches of a step.
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)

@@ -1,5 +1,5 @@
-"""Samples for language modeling, cut from one split (Train, Eval or Test) of a corpus in Megatron-LM's
-order."""
+"""A dataset of language modeling samples, cut from one split (Train, Eval or Test) of a tokenized corpus. The
+samples are cut and ordered as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ppfleetx.data.indexed_dataset import TokenStore
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
     """Divide the sequences of a corpus among Train, Eval and Test in proportion to ``split``, as Megatron-LM
-    does. Returns a range ``[first, last)`` for each of the three, which may be empty."""
+    does. Returns three ranges ``[first, last)`` of sequences, any of which can be empty."""
     shares = split_shares(split)
     weights = np.array(shares) / np.sum(shares)
     borders = [0.0]
@@ -56,7 +56,7 @@ class SampleOptions:
         reset_attention_mask: whether a token attends only to its own document.
         eod_mask_loss: whether the loss leaves out positions whose input is the end-of-document token.
         eod_id: id of the end-of-document token, which the three options above require.
-        vocab_size: vocabulary size without padding. None: token ids are not checked.
+        vocab_size: vocabulary size without padding, to check token ids against. None: ids are not checked.
     """
 
     sequence_length: int
@@ -77,7 +77,8 @@ class SampleOptions:
 
 
 def index_directory(corpus: TokenStore, cache_dir: str | Path | None) -> Path:
-    """Return the directory of the index maps: ``cache_dir``, by default ``cache`` beside the corpus."""
+    """Return the directory where index maps are cached: ``cache_dir`` or, if it is None, the directory
+    ``cache`` beside the corpus."""
     return Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
 
 
@@ -87,7 +88,8 @@ class GPTDataset:
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: minimum number of samples to prepare, if the epochs for ``num_samples`` have fewer.
+        at_least: minimum length of the dataset. If the epochs that ``num_samples`` needs have fewer samples,
+            epochs are added.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """
@@ -147,7 +149,7 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Return sample ``index`` of the shuffled order. The index `PADDING` gives a sample whose loss mask
-        is 0. Raises DataError for an id outside the vocabulary.
+        is 0. Raises DataError for a token id outside the vocabulary.
 
         The arrays are ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s],
         ``sample_ids`` int64 []. With ``reset_attention_mask`` there is also ``document_start`` int32 [s], the
@@ -161,8 +163,8 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """Return where the tokens of sample ``index`` are, as a list of (sequence, start, end). Each entry
-        stands for tokens ``[start, end)`` of this sequence."""
+        """Return the pieces of sequences that make up sample ``index``, as (sequence, start, end): each is
+        tokens ``[start, end)`` of one sequence."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()

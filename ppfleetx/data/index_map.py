@@ -26,7 +26,7 @@ from ppfleetx.utils.output_files import atomic_write
 
 ORDER_VERSION = 1
 """Version of the sample order, a part of cache names and fingerprints. Increase it when equal arguments give
-other maps than before."""
+a different order than before."""
 
 _CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
 _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed
@@ -106,7 +106,7 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
     """Build the arrays that store the order of samples, for the sequences ``[first, last)`` of a corpus.
-    ``sizes`` are the numbers of tokens of all sequences in the corpus, int32."""
+    ``sizes`` is the number of tokens of each sequence in the corpus, int32."""
     # Only NumPy's legacy generator gives Megatron-LM's permutations.
     random = np.random.RandomState(seed)
     # Sizes mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
@@ -129,8 +129,8 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
     """Return where each sample starts in the token stream, as rows (position in ``document_index``, token
-    within that sequence), [samples + 1, 2]. ``sizes`` are the numbers of tokens of all sequences in the
-    corpus."""
+    within that sequence), [samples + 1, 2]. ``sizes`` is the number of tokens of each sequence in the corpus.
+    """
     # Row k is for token k * L of the stream; the last row is for the last token of the last sample.
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64
@@ -192,9 +192,9 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Return the arrays ``names``, memory-mapped from the cache in ``directory``. If they are missing or
-    damaged, ``build`` makes them, and they are cached under ``key``. If the cache cannot be written, returns
-    the arrays in memory, with a warning.
+    """Return the arrays ``names``, memory-mapped from the files of ``key`` in the cache ``directory``. If the
+    files are missing or damaged, call ``build`` and write its arrays to the cache first. If the cache cannot
+    be written, log a warning and return the arrays in memory.
 
     Args:
         num_bytes: the memory that ``build`` takes. Raises DataError if less is free.

@@ -50,7 +50,7 @@ def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
 
 
 class TokenStore:
-    """Base class of the corpus formats: sequences of token ids, concatenated in one flat array.
+    """Base class for tokenized corpora: sequences of token ids, concatenated in one flat array.
 
     Attributes:
         prefix: the corpus's path without suffix, for messages.
@@ -83,7 +83,8 @@ class TokenStore:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return tokens ``[offset, offset + length)`` of sequence ``index``, as a view, which must not be
-        changed. They must be in the sequence."""
+        modified. If ``length`` is None, the range extends to the end of the sequence. The range is not
+        checked."""
         length = int(self.sizes[index]) - offset if length is None else length
         start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
@@ -140,8 +141,8 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise DataError if the corpus ``prefix`` exists and ``overwrite`` is False. A corpus exists once it has
-    its ``.idx`` file, which is written last."""
+    """Raise DataError if the corpus ``prefix`` exists and ``overwrite`` is False. A corpus counts as existing
+    if it has its ``.idx`` file, which is written last."""
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
@@ -239,8 +240,8 @@ def _check_index(
 
 
 class IndexedDatasetWriter:
-    """Writes a ``.bin`` / ``.idx`` pair as a stream, and the checksums of both files. As a context manager,
-    calls `finalize` on success and `abort` after an exception. Raises DataError if the dtype is not
+    """Writes a ``.bin`` / ``.idx`` pair, document by document, and the checksums of both files. As a context
+    manager, calls `finalize` on success and `abort` after an exception. Raises DataError if the dtype is not
     supported, if token ids do not fit into it, or if a file cannot be written."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
@@ -266,7 +267,7 @@ class IndexedDatasetWriter:
         self.add_sequences(np.asarray(tokens), np.asarray(lengths, np.int64), np.array([len(lengths)]))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents, each as one sequence, or as no sequence if it is empty. ``flat_tokens`` are the
+        """Append documents, each as one sequence. An empty document gets no sequence. ``flat_tokens`` are the
         tokens of all documents, and ``lengths`` the number of tokens of each."""
         # A document of length 0 has no sequence, as with add_document([], []).
         lengths = np.asarray(lengths)
@@ -277,7 +278,7 @@ class IndexedDatasetWriter:
         """Append documents of any number of sequences. ``flat_tokens`` are the tokens of all sequences,
         concatenated, and ``lengths`` the number of tokens of each. ``boundaries[i]`` is the number of
         sequences in the first i + 1 documents of this call. Raises ValueError if a length is negative, or if
-        the lengths do not fit the tokens."""
+        the lengths do not sum to the number of tokens."""
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
         boundaries = np.asarray(boundaries, np.int64) + len(self._lengths)
@@ -286,7 +287,7 @@ class IndexedDatasetWriter:
         self._boundaries.frombytes(boundaries.tobytes())
 
     def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
-        """Append all documents of another ``.bin`` / ``.idx`` pair with the same dtype. ``blocks`` is the
+        """Append all documents of the corpus ``other``, which must have the same dtype. ``blocks`` is the
         content of its ``.bin`` file, in parts."""
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)

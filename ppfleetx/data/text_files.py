@@ -17,7 +17,7 @@ from ppfleetx.config.errors import DataError, shown
 from ppfleetx.utils.input_files import opened
 
 MAX_DOCUMENT_BYTES = 64_000_000
-"""The longest document accepted in a text corpus, unless another limit is given."""
+"""Default size limit for one document of a text corpus, in bytes."""
 
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
@@ -32,8 +32,7 @@ def is_packed(path: Path) -> bool:
 
 
 def refuse_unsupported_compression(path: Path) -> None:
-    """Raise DataError if a text file's name shows a compression that we cannot read, such as
-    ``a.jsonl.xz``."""
+    """Raise DataError if the suffix of a text file names an unsupported compression, as in ``a.jsonl.xz``."""
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
     if packed and path.with_suffix("").suffix.lower() in _TEXT:
         raise DataError(
@@ -109,8 +108,8 @@ class TextFile:
 
 
 class _ZstdFile:
-    """Reads a zstandard file. Raises EOFError if it is truncated, which the zstandard library does not
-    notice."""
+    """Reads a zstandard file. Raises EOFError if the file is truncated, which the zstandard library does not
+    detect."""
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard
@@ -158,9 +157,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the JSON records of a file, unparsed, as pairs (number of the first line, bytes). Records are the
-    nonempty lines or, if a ``.json`` file begins with ``[``, the items of this array. ``see(block)`` is
-    called with each block of bytes that is read, for example to hash the file."""
+    """Yield the JSON records of a file, unparsed, as pairs (number of the record's first line, bytes). A
+    record is a nonblank line or, in a ``.json`` file that begins with ``[``, an item of this array.
+    ``see(block)`` is called with each block of bytes that is read, for example to hash the file."""
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
@@ -193,9 +192,8 @@ def _items(
 
 
 def load_line(line: bytes) -> Any:
-    """Parse a line of JSON in UTF-8. Raises ValueError, or its subclass UnicodeDecodeError if the line is not
-    UTF-8.
-    """
+    """Parse a line of JSON in UTF-8. Raises ValueError if the line is not JSON, and its subclass
+    UnicodeDecodeError if it is not UTF-8."""
     try:
         return json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -203,8 +201,8 @@ def load_line(line: bytes) -> Any:
 
 
 def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
-    """Parse a line of JSON that is an object. Raises DataError if it is not. For messages, ``place`` is the
-    file and line, and ``wanted`` describes the expected fields."""
+    """Parse one line of a JSON Lines file, which must contain a JSON object. Raises DataError if it does not.
+    ``place`` (file and line) and ``wanted`` (a description of the expected fields) appear in the message."""
     try:
         record = load_line(line)
     except ValueError as error:
@@ -215,8 +213,9 @@ def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> str:
-    """Return the text in one field of a record. Raises DataError if the field is not a text. ``place`` is the
-    record's file and line, for messages."""
+    """Return the string in the field ``field`` of ``record``. Raises DataError if the field is missing, is
+    not a string, or has a lone surrogate. ``place`` is the record's file and line, and ``hint`` is added to
+    the message."""
     text = record.get(field)
     if not isinstance(text, str):
         names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
@@ -227,8 +226,8 @@ def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> s
 
 
 def refuse_surrogates(text: str, what: str) -> None:
-    """Raise DataError if a text has a lone surrogate, which JSON can contain but UTF-8 cannot. ``what`` names
-    the text in the message."""
+    """Raise DataError if ``text`` has a lone surrogate, which JSON can contain but UTF-8 cannot. ``what``
+    describes ``text`` in the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

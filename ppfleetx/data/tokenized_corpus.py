@@ -1,5 +1,5 @@
 """Find, open, convert and merge token corpora of both supported formats: ``.bin``/``.idx`` pairs as in
-Megatron-LM, and FleetX's NumPy files.
+Megatron-LM, and the NumPy files of PaddleFleetX, called FleetX here.
 
 FleetX's files are ``_ids.npy`` with ``_idx.npz``, or a single legacy file ``_ids.npz``. Their arrays are
 ``ids``, the tokens of all documents; ``lens`` (int32), the length of each sequence; and ``docs`` (int64, not
@@ -37,8 +37,9 @@ _BATCH = 1 << 16  # documents converted at a time
 
 
 class FleetXDataset(TokenStore):
-    """A token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix. The
-    legacy file is read into memory. Raises DataError if a file is missing or damaged."""
+    """A token corpus in FleetX's NumPy files. ``prefix`` is their common path, with or without suffix.
+    ``_ids.npy`` is memory-mapped, and the other files are read into memory. Raises DataError if a file is
+    missing or damaged."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -122,9 +123,9 @@ def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, over
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Concatenate the corpora ``prefixes`` into a new corpus ``out``. Raises DataError if an input is missing
-    or damaged, if dtypes differ, if ``out`` is one of the inputs, or if ``out`` exists and ``overwrite`` is
-    False."""
+    """Concatenate the ``.bin`` / ``.idx`` pairs ``prefixes`` into a new pair ``out``. Raises DataError if an
+    input is missing or damaged, if dtypes differ, if ``out`` is one of the inputs, or if ``out`` exists and
+    ``overwrite`` is False."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")
@@ -169,7 +170,8 @@ _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 @os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
     """Open the token corpus at the path ``prefix``, with or without suffix. A ``.bin``/``.idx`` pair takes
-    precedence over FleetX's files. Raises DataError."""
+    precedence over FleetX's files. Raises DataError if the corpus is missing or damaged, or if its tokens are
+    not integers."""
     text = _without_suffix(os.fspath(prefix))
     has_pair = bin_path(text).exists() or idx_path(text).exists()
     if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
@@ -182,8 +184,9 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """Return the corpora that one entry of ``input_dir`` names, as paths without suffix. A directory stands
-    for all corpora in it, sorted by name. Raises MissingDataError for a directory without corpora."""
+    """Return the paths, without suffix, of the corpora that ``entry`` names. If ``entry`` is a directory,
+    these are all corpora in the directory, sorted by name. Otherwise, ``entry`` is the path of one corpus,
+    which need not exist. Raises MissingDataError for a directory without corpora."""
     text = os.fspath(entry)
     if not Path(text).is_dir():
         return [_without_suffix(text)]

@@ -2,9 +2,9 @@
 text equals the result of Hugging Face's ``apply_chat_template``.
 
 Templates are read from ``chat_template.jinja`` and ``additional_chat_templates/`` in the tokenizer's
-directory, or else from ``chat_template`` in ``tokenizer_config.json``. They come from strangers and run in
-servers: Jinja's sandbox denies them access to Python, and limits stop endless loops and huge texts. This does
-not stop a determined attacker.
+directory, or else from ``chat_template`` in ``tokenizer_config.json``. Templates are untrusted code that runs
+in servers. Jinja's sandbox denies them access to Python, and limits stop endless loops and huge strings.
+These measures do not stop a determined attacker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 Message = Mapping[str, Any]
-"""A message of a conversation, with the keys ``role``, ``content`` (a text or None) and any others that a
+"""A message of a conversation, with the keys ``role``, ``content`` (a string or None) and any others that a
 template uses."""
 Span = tuple[int, int]
 """A range of characters ``[start, end)``, as a pair of offsets."""
@@ -46,17 +46,17 @@ MAX_STEPS = 3_000_000
 """Maximum number of steps of a template: executed lines, calls and returns. A conversation of 100 turns takes
 a few thousand."""
 MAX_SIZE = 1 << 24
-"""Maximum size of what an expression of a template makes: characters of a text, elements of a list, bits of a
-number."""
-_MAX_NUMBER = 1_000_000  # largest number that a filter or function is called with, such as a width
+"""Maximum size of the value of an expression in a template: characters of a string, elements of a list, bits
+of an integer."""
+_MAX_NUMBER = 1_000_000  # largest integer that a template may pass to a filter or function
 DEFAULT = "default"
 TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Errors in a template's own expressions, such as a text added to a number.
+# Errors in a template's own expressions, such as a string added to a number.
 _OF_EXPRESSIONS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLAIN_STOPS = ("\nUser:", "\nSystem:")
-"""Texts that end an answer under the plain template, because with them the model begins the next turn."""
+"""Stop strings for the plain template. The model writes them when it begins the next turn itself."""
 PLAIN = """\
 {%- for message in messages %}
 {{- message.role | capitalize }}:
@@ -69,16 +69,16 @@ PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""The template for models without a template: ``User: ...``, ``Assistant: ...``, separated by an empty
-line."""
+"""The plain template, for tokenizers without a chat template: ``User: ...``, ``Assistant: ...``, separated by
+an empty line."""
 
 
 class ChatError(UserError):
-    """A chat template refuses a conversation, or fails on it."""
+    """Raised if a chat template refuses a conversation, or fails on it."""
 
 
 class _RefusedError(TemplateError):
-    """The template refuses the conversation: it called ``raise_exception``."""
+    """Raised if a chat template calls ``raise_exception`` to refuse a conversation."""
 
 
 @contextmanager
@@ -153,7 +153,8 @@ def _check_size(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_arguments(name: str, arguments: Iterable[Any]) -> None:
-    """Raise TemplateError if a template calls a filter or function with a very large integer."""
+    """Raise TemplateError if ``arguments``, passed to the filter or function ``name``, include an integer
+    larger than `_MAX_NUMBER` in magnitude."""
     for one in arguments:
         if isinstance(one, int) and abs(one) > _MAX_NUMBER:
             raise TemplateError(f"it calls {name} with {one}")
@@ -238,10 +239,10 @@ class ChatTemplate:
 
     Attributes:
         source: the template in Jinja.
-        special_tokens: texts of special tokens, by names such as ``bos_token``.
+        special_tokens: special tokens as strings, by names such as ``bos_token``.
         place: where the template comes from, for messages.
-        stops: texts that end an answer, in addition to the end tokens.
-        is_plain: whether this is `PLAIN`, our template for models without one.
+        stops: stop strings, which end an answer in addition to the end tokens.
+        is_plain: whether ``source`` is `PLAIN`, used for tokenizers without a chat template.
     """
 
     source: str

@@ -197,8 +197,8 @@ def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
     """Context manager that applies ``function`` to all ``items`` in worker processes, or with ``workers=1``
-    in this process. Gives an iterator over ``(item, function(item))`` in the order of ``items``. The iterator
-    raises DataError if a worker dies."""
+    in this process. Yields one iterator over ``(item, function(item))`` in the order of ``items``. The
+    iterator raises DataError if a worker dies."""
     if workers == 1:
         yield ((item, function(item)) for item in items)
         return
@@ -308,9 +308,10 @@ def preprocess(
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
     """Encode a text corpus to token corpora ``{output_prefix}_{key}_document.{bin,idx}``, one for each of
-    ``keys``, the fields of the JSON documents. Plain text counts as the field "text".
+    ``keys``, the fields of the JSON documents. With plain text, ``keys`` must have exactly one entry, used
+    for the output's name.
 
-    Documents that are empty, damaged, without a text for one of ``keys``, or longer than
+    Documents that are empty, damaged, without a string for one of ``keys``, or longer than
     ``max_document_bytes`` are skipped and reported; with ``strict``, they are errors. This size limit does
     not apply to an uncompressed file that is one document. A run that fails while encoding leaves no new
     files. Raises DataError for bad input, an existing output, no documents, or a worker that died.

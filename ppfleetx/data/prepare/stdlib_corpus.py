@@ -31,7 +31,7 @@ def stdlib_files() -> list[Path]:
 def write_stdlib_corpus(
     output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
 ) -> tuple[int, int]:
-    """Write the source files of the Python standard library, shuffled, to a JSON lines file with the fields
+    """Write the source files of the Python standard library, shuffled, to a JSON Lines file with the fields
     ``path`` and ``text``. Tests, empty files and files that are not UTF-8 are left out. Returns the number of
     documents, and the size of their texts in bytes. Raises DataError if the file cannot be written, or exists
     and ``overwrite`` is False."""

@@ -1,4 +1,4 @@
-"""Read text corpora as a stream of chunks for worker processes. A corpus is JSON lines (also .gz, .zst),
+"""Read text corpora as a stream of chunks for worker processes. A corpus is JSON Lines (also .gz, .zst),
 plain text, or folders of such files."""
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split the bytes ``piece``, which are whole documents, into parts of whole documents of at most
-    ``max_bytes``. Yields None in place of a document that is longer."""
+    """Split ``piece``, a sequence of whole documents, into parts of at most ``max_bytes``, which are also
+    whole documents. Yields None in place of a document longer than ``max_bytes``."""
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -107,8 +107,8 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 CHUNK_BYTES = 2 << 20
 MOST_SKIPPED = 300_000
-"""Number of documents without a text at the start of a corpus after which reading stops: the key is
-probably wrong."""
+"""Maximum number of documents without text at the start of a corpus. After more, reading stops, because the
+key is probably wrong."""
 _BOM = b"\xef\xbb\xbf"
 
 

@@ -25,8 +25,8 @@ _ENDINGS = ("tokens", "raw")
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What was written for one split of WikiText (train, valid or test). ``passages`` is the number of
-    documents, and ``windows`` the number of samples."""
+    """The corpus written for one split of WikiText (train, valid or test). ``passages`` is its number of
+    documents, and ``windows`` its number of samples."""
 
     split: str
     prefix: str
@@ -74,7 +74,8 @@ def prepare_wikitext(
 
 @contextmanager
 def _names(source: Path) -> Iterator[tuple[list[str], Callable[[str], IO[bytes]]]]:
-    """Context manager that gives the names of the files in a folder or zip, and a function that opens one."""
+    """Context manager that yields the names of the files in a folder or zip, and a function that opens one of
+    them."""
     try:
         if source.is_dir():
             names = [path.name for path in source.iterdir() if path.is_file()]

@@ -1,5 +1,6 @@
-"""Evaluation of a model on text files, by perplexity in sliding windows or prediction of last words (cloze).
-Both divide a file into :class:`Window` objects, which :func:`window_batches` batches for the data ranks."""
+"""Inputs for evaluating a model on a text file: by perplexity in sliding windows, or by prediction of the
+last word of each line (cloze, as in LAMBADA). For both, the file is divided into :class:`Window` objects,
+which :func:`window_batches` batches for the data ranks."""
 
 from __future__ import annotations
 
@@ -106,8 +107,8 @@ class EvaluationSet(Protocol):
 class SlidingWindows:
     """Overlapping windows over a text, for its perplexity. Windows have at most ``max_seq_len`` labels, and a
     window begins every ``stride`` tokens. Each token except the first is scored exactly once, in the first
-    window that has it as a label. ``num_words`` is the number of words in the file, and ``detokenizer`` names
-    the rules by which it was detokenized."""
+    window that has it as a label. ``num_words`` is the number of words in the file, and ``detokenizer`` the
+    name of the detokenizer that was applied to its text."""
 
     def __init__(
         self, ids: np.ndarray, max_seq_len: int, stride: int, *, num_words: int, detokenizer: str
@@ -126,18 +127,19 @@ class SlidingWindows:
     def __getitem__(self, number: int) -> Window:
         start = number * self._stride
         end = min(start + self._length, self.num_scored)
-        # The first window scores all its labels, and each later one only those after the previous window.
+        # The first window scores all its labels, and each later window only the labels after the previous
+        # window.
         done = start - self._stride + self._length if number else 0
         return Window(self.ids[start : end + 1], end - done)
 
 
 class LastWords:
-    """The windows of a cloze evaluation, one per text, the longest first. The model is to predict the last
-    word of each text or, without ``cloze_strict``, the last token. ``order`` has the index of each window's
-    text in the file."""
+    """The windows of a cloze evaluation, one per line of the file, the longest first. A window scores the
+    last word of its line or, without ``cloze_strict``, the last token. ``order[i]`` is the index of the line
+    of window i, not counting blank lines."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
-        # The texts of a batch have similar lengths, and so little padding.
+        # Sorting gives the windows of a batch similar lengths, and so little padding.
         self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
         self._windows = [windows[number] for number in self.order]
 
@@ -191,8 +193,8 @@ def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> Sliding
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
     """Return the text of the file ``Offline_Eval.eval_path``, decompressed and without a byte order mark.
-    Raises ConfigError if the file cannot be read or is empty. ``place`` is the file and line where the key
-    was set, for messages."""
+    Raises ConfigError if the file cannot be read or is empty. ``place`` is the configuration file and line
+    where ``eval_path`` was set, for messages."""
     name = cfg.eval_path
     if name is None:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
@@ -222,7 +224,7 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 
 def count_words(text: str) -> int:
-    """Count the words of a text for its word-level perplexity. The text is split at every single space, and
+    """Count the words of ``text`` for its word-level perplexity. ``text`` is split at every single space, and
     nowhere else."""
     return len(text.strip().split(" "))
 
@@ -239,8 +241,8 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """Make the window for one text. It scores the last word or, without ``cloze_strict``, the last token. The
-    beginning of a long text is cut off."""
+    """Make the window for ``text``. The window scores the last word or, without ``cloze_strict``, the last
+    token. If ``text`` is too long, its beginning is cut off."""
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

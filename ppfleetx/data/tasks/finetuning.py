@@ -1,9 +1,10 @@
 """Datasets for finetuning, with one sample per record of a file: GLUE examples, prompts with responses, or
 conversations. Samples are padded on the right to ``max_seq_len`` with the end-of-document token.
 
-A conversation has one of these forms. The last two may also have ``system``, the system message.
+A conversation has one of these forms. All can also have ``tools``. The last two can also have ``system``, the
+system message.
 
-- ``{"messages": [{"role": ..., "content": ...}, ...]}``, optionally with ``tools``,
+- ``{"messages": [{"role": ..., "content": ...}, ...]}``,
 - ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}``,
 - Alpaca's ``{"instruction": ..., "input": ..., "output": ...}``.
 """
@@ -53,9 +54,9 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """Parse a line of JSON that is a conversation in any of the supported forms. Returns a dictionary with
-    ``messages``. Raises DataError if the line is not a conversation with an answer. ``place`` is its file and
-    line, for messages."""
+    """Parse one line of a JSON Lines file, which must contain a conversation in any of the supported forms.
+    Returns the conversation in the form with ``messages``. Raises DataError if the line is not a
+    conversation, or if it has no message from the assistant. ``place`` is the file and line, for messages."""
     wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
     record = load_object(line, place, wanted)
     if not is_conversation(record):
@@ -111,12 +112,13 @@ def _check(messages: Any, place: str) -> None:
         raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
 
 
-_LENGTH_MULTIPLE = 8  # batches of texts have few distinct lengths, with little padding
+_LENGTH_MULTIPLE = 8  # gives batches few distinct lengths, but little padding
 
 
 def _inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """Return the inputs of the finetuning dataset of ``Data.<mode>``: its section, the tokenizer, and the
-    number to whose multiples sample lengths are padded. Raises ConfigError if no tokenizer is configured."""
+    """Return the constructor arguments of the finetuning dataset of ``Data.<mode>``: its section, the
+    tokenizer, and ``length_multiple``, described at `RecordDataset`. Raises ConfigError if no tokenizer is
+    configured."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -135,7 +137,8 @@ class RecordDataset:
     """Base class of the finetuning datasets.
 
     Attributes:
-        length_multiple: the length of a step's samples is rounded up to a multiple of this.
+        length_multiple: the data loader pads the samples of a step to a common length that is a multiple of
+            this number.
         fingerprint: a hash of everything that determines the samples.
     """
 
@@ -242,8 +245,8 @@ class GlueDataset(RecordDataset):
 
 
 def truncate_longest_first(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the numbers of tokens of one or two texts after truncating them to ``room`` tokens in total.
-    Tokens are removed from the longer text first."""
+    """Return how many tokens to keep of one or two sentences, so that they have at most ``room`` tokens in
+    total. ``sizes`` are their lengths in tokens. Tokens are removed from the longer sentence first."""
     if sum(sizes) <= room:
         return list(sizes)
     if len(sizes) == 1:
@@ -262,8 +265,8 @@ class PromptResponseDataset(RecordDataset):
 
     A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). The loss
     includes ``<|endoftext|>``. If the sample is too long, the beginning of the prompt is removed and, if that
-    is not enough, the end of the response. Raises DataError, with file and line, if the file is missing or a
-    line is not an object with two texts.
+    is not enough, the end of the response. Raises DataError, with file and line, if the file is missing, or
+    if a record does not have the two strings.
     """
 
     @os_errors(DataError)
@@ -314,7 +317,8 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 
 def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    """Read the records of a file, unparsed, with their line numbers. Returns also a hash of the file."""
+    """Read the records of a file. Returns them, unparsed, as pairs (line number, bytes), and a hash of the
+    file. Raises DataError if there is no record."""
     digest = blake2b(digest_size=16)
     lines = list(read_records(path, digest.update))
     if not lines:

@@ -27,14 +27,14 @@ class GlueTask:
     """A GLUE task and the layout of its TSV files.
 
     Attributes:
-        title: GLUE's name of the task.
+        title: the task's name in GLUE, such as ``SST-2``.
         texts, label: the column headers of the one or two sentences, and of the label.
         labels: the possible labels, in the order of the classes; empty for a regression.
         headerless: column numbers by column header, for files without a header line.
-        has_bad_rows: whether files of the task have rows with a wrong number of fields. They are skipped when
-            labels are read.
-        original: the files of the original data set by part (train, dev, test), read if there is no
-            ``{part}.tsv``.
+        has_bad_rows: whether files of the task have rows with a wrong number of fields. Such rows are skipped
+            when labels are read.
+        original: file names in the task's original data set, by part (train, dev, test). Such a file is read
+            if there is no ``{part}.tsv``.
     """
 
     name: str

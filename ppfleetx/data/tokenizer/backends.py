@@ -110,7 +110,7 @@ _WHITE_SPACE = re.compile(r"\s+")
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
-    """tiktoken cannot give the same ids as a tokenizer. The message says why."""
+    """Raised if tiktoken cannot reproduce the ids of a tokenizer. The message says why."""
 
 
 def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | TokenizersEngine:
@@ -156,13 +156,13 @@ class TokenizersEngine:
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """Return the entries of a ``tokenizer.json`` that determine the ids of a text, for the tokenizer's
-        fingerprint. ``written`` is the content of the file."""
+        """Return the entries of a ``tokenizer.json`` that determine how text is converted to ids, for the
+        tokenizer's fingerprint. ``written`` is the content of the file."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text to token ids. With ``special``, special tokens in the text become their ids. With
+        """Encode ``text`` to token ids. With ``special``, special tokens in the text become their ids. With
         ``continues``, no space is added before the text. Raises UnicodeEncodeError for a lone surrogate."""
         text.encode("utf-8")  # tokenizers' own error for a lone surrogate is unclear
         library = self._library(special=special, continues=continues)
@@ -172,9 +172,9 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens in parts of it. ``spans`` are the parts, as ranges
-        ``[start, end)`` of characters. Returns the ids, int64 [n], and whether each token has characters in a
-        span, bool [n]."""
+        """Encode ``text``, and mark the tokens of parts of it. The parts are ``spans``, ranges
+        ``[start, end)`` of characters. Returns the ids, int64 [n], and a mask, bool [n], which says whether
+        each token has characters in a span."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -303,8 +303,8 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Return the regular expression by which the entry ``pre_tokenizer`` of a ``tokenizer.json`` splits a
-    text, and whether a space is added before the text. Raises Unsupported if tiktoken cannot do the same."""
+    """Return the regular expression by which the entry ``pre_tokenizer`` of a ``tokenizer.json`` splits text,
+    and whether a space is added before the text. Raises Unsupported if tiktoken cannot do the same."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers")
@@ -326,7 +326,8 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
 
 def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
     """Return tiktoken's rank of each token, and the id of each rank (None if ids and ranks are equal).
-    ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported."""
+    ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported if the vocabulary lacks a
+    byte, or if ranks cannot express the merges."""
     vocab: dict[str, int] = model["vocab"]
     id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
     id_of.pop(None, None)
@@ -349,9 +350,9 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens of two or more bytes that no merge produces. These are the tokens that are not in
-    ``live``, the result of `live_ranks`. Raises Unsupported if tiktoken would make such a token by joining
-    two others."""
+    """Return the tokens in ``id_of`` that have two or more bytes and that no merge produces. The tokens that
+    merges produce are in ``live``, the result of `live_ranks`. Raises Unsupported if tiktoken would make such
+    a token by joining two others."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -20,7 +20,7 @@ GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinj
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
 """Other files of a tokenizer's directory that are kept with the definition."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Directory of additional chat templates. Each file holds one template and has the template's name."""
+"""Directory of additional chat templates. Its file ``NAME.jinja`` is the template ``NAME``."""
 SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where users can get vocab.json and merges.txt of GPT-2. Nothing is downloaded."""
@@ -62,9 +62,10 @@ class TokenizerFiles:
     """The contents of a tokenizer's files.
 
     Attributes:
-        definition: the content of ``tokenizer.json``, or one made from ``vocab.json`` and ``merges.txt``.
+        definition: the content of ``tokenizer.json``, or its equivalent made from ``vocab.json`` and
+            ``merges.txt``.
         has_definition: whether there is a ``tokenizer.json``.
-        side_texts: the texts of other files (`SIDE_FILES`), by name.
+        side_texts: the contents of the other files (`SIDE_FILES`), by file name.
     """
 
     definition: dict[str, Any]
@@ -104,9 +105,9 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return a tokenizer's files with all chat templates in the entry ``chat_template`` of
+    """Return a tokenizer's files with all its chat templates moved into the entry ``chat_template`` of
     ``tokenizer_config.json``. The templates come from the folder ``additional_chat_templates/`` in
-    ``directory`` and from ``chat_template.jinja``, whose template gets the name ``default``.
+    ``directory``, and from ``chat_template.jinja`` in ``texts``. The latter gets the name ``default``.
 
     Args:
         texts: the contents of a tokenizer's files, by file name.
@@ -140,8 +141,9 @@ def _how_to_make(directory: Path) -> str:
 def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Read GPT-2's pair of files, and return the content of an equivalent ``tokenizer.json``, in which
-    ``<|endoftext|>`` is a special token if the vocabulary has it. Raises DataError."""
+    """Read a ``vocab.json`` and a ``merges.txt`` like GPT-2's. Returns the content of an equivalent
+    ``tokenizer.json``, with ``<|endoftext|>`` as a special token if the vocabulary has it. Raises DataError
+    if a file is missing or damaged."""
     vocab = read_json(Path(vocab_path), error=DataError)
     lines = _read_text(Path(merges_path)).split("\n")
     merges = []
@@ -159,8 +161,8 @@ def read_vocab_and_merges(
 
 
 def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
-    """Return the content of a ``tokenizer.json`` for a byte-level BPE tokenizer like GPT-2's. Its special
-    tokens are those in the list ``special`` that the vocabulary has."""
+    """Return the content of a ``tokenizer.json`` for a byte-level BPE tokenizer like GPT-2's. The tokens of
+    ``special`` that are in the vocabulary become special tokens."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -197,8 +199,9 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """Return the contents of the files to write for a tokenizer, by name. ``AutoTokenizer.from_pretrained``
-    loads the same tokenizer from them. ``eod`` is the end-of-document token; None if there is none."""
+    """Return the contents of the files to write for the tokenizer ``written``, by file name.
+    ``AutoTokenizer.from_pretrained`` loads the same tokenizer from them. ``eod`` is the end-of-document
+    token; None if there is none."""
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
     if _has_only_vocab_and_merges(definition):

@@ -47,8 +47,7 @@ class ByteStreamDecoder:
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """Decode the next id. Returns the new text of all complete characters; empty if no character is
-        complete yet."""
+        """Decode the next id. Returns the characters that are now complete; empty if there are none."""
         return "" if token_id in self._skipped else self._bytes.decode(self._table.get(token_id, b""))
 
     def finish(self) -> str:
@@ -79,7 +78,7 @@ class TextStreamDecoder:
             return ""
         self._ids.append(token_id)
         if self._is_byte(token_id):
-            return ""  # bytes have a text only once the run of bytes is complete
+            return ""  # a run of byte tokens has no text until it is complete
         piece = self.finish()
         if len(self._ids) > _LONG:
             self._shorten()
@@ -102,10 +101,11 @@ class Tokenizer:
     """Converts text to token ids and back, as described by a tokenizer's files. There are three ways to
     encode:
 
-    - `encode` treats everything as plain text, ``<|endoftext|>`` included, and adds no token. Corpora use it.
+    - `encode`, used for corpora, treats everything as plain text, ``<|endoftext|>`` included, and adds no
+      token.
     - `encode_prompt` equals Hugging Face's ``AutoTokenizer``: special tokens in the text become their ids,
       and tokens such as BOS are added around the text.
-    - `encode_continuation` encodes a text that follows a prompt.
+    - `encode_continuation` encodes text that follows a prompt.
 
     ``eod_token`` ends documents and serves as padding. None: the ``eos_token`` of the files or, if they name
     none, ``<|endoftext|>``. Raises DataError if the files are damaged or of an unknown kind.
@@ -126,7 +126,7 @@ class Tokenizer:
         self.eod_token = eod_token or made.eos_token or END_OF_DOCUMENT
         self.prefix_ids, self.suffix_ids = made.before, made.after
         self.special_token_texts = made.named
-        """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
+        """Special tokens as strings, by their names in transformers, such as ``bos_token``."""
         self.definition = made.definition
         """The content of ``tokenizer.json``, including tokens that come from the files beside it."""
         self._engine = build_engine(made.definition, place)
@@ -143,8 +143,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
         """Load a tokenizer. ``path`` is a directory, a ``tokenizer.json``, or a ``vocab.json`` with
-        ``merges.txt`` beside it. Raises DataError.
-        """
+        ``merges.txt`` beside it. Raises DataError if a file is missing or damaged."""
         return cls(read_files(path), eod_token=eod_token, place=os.fspath(path))
 
     @classmethod
@@ -206,8 +205,7 @@ class Tokenizer:
     @cached_property
     def chat_templates(self) -> dict[str, str]:
         """The chat templates in the tokenizer's directory, by name; the standard template is called
-        ``default``. Raises DataError.
-        """
+        ``default``. Raises DataError if ``tokenizer_config.json`` is damaged."""
         return self._side.chat_templates
 
     @cached_property
@@ -220,7 +218,7 @@ class Tokenizer:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a generated text: the end-of-document token, and ``eos_token_id`` of
+        """The ids that end generation: the end-of-document token, and ``eos_token_id`` of
         ``generation_config.json``. Raises DataError if neither exists."""
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
@@ -236,8 +234,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of everything that determines the ids of a text: vocabulary, merges, special tokens,
-        splitting rules. Tokens that `encode_prompt` adds around a text are not included."""
+        """A SHA-256 hash of everything that determines how text is converted to ids: vocabulary, merges,
+        special tokens, splitting rules. Tokens that `encode_prompt` adds around the text are not included."""
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
         of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
@@ -256,9 +254,8 @@ class Tokenizer:
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode ``text`` as plain text to an integer array (uint32 or int64), which is faster than a list.
-        Special tokens in the text are not recognized, and no token is added. Raises DataError for a lone
-        surrogate, which UTF-8 cannot represent."""
+        """Encode ``text`` as `encode` does, but return an integer array (uint32 or int64), which is faster.
+        Raises DataError for a lone surrogate."""
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
@@ -271,15 +268,15 @@ class Tokenizer:
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode a text that follows another text, such as a response after a prompt. Neither a token nor a
-        space is added before it."""
+        """Encode ``text`` as the continuation of earlier text, such as the response to a prompt. No token and
+        no space is added before it."""
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text, and mark the tokens in parts of it, such as the assistant's turns of a chat.
-        ``spans`` are the parts, as ranges ``[start, end)`` of characters. Special tokens in the text become
-        their ids, as in `encode_prompt`, but no token is added around the text. Returns the ids, int64 [n],
-        and whether each token has characters in a span, bool [n]."""
+        """Encode ``text``, and mark the tokens of parts of it, such as the assistant's turns of a chat. The
+        parts are ``spans``, ranges ``[start, end)`` of characters. Special tokens in the text become their
+        ids, as in `encode_prompt`, but no token is added around the text. Returns the ids, int64 [n], and a
+        mask, bool [n], which says whether each token has characters in a span."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 
@@ -320,8 +317,8 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> ByteStreamDecoder | TextStreamDecoder:
-        """Return a decoder for ids that arrive one by one. If these continue other ids, such as a prompt,
-        pass the other ids as ``after``, because they can affect how the text begins."""
+        """Return a decoder for ids that arrive one by one. If the ids continue a prompt, pass the prompt's
+        ids as ``after``, because they can affect how the decoded text begins."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)

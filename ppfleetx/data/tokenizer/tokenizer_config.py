@@ -1,5 +1,6 @@
-"""Read a tokenizer's directory as Hugging Face transformers 5 does, with its special tokens, prefixes and
-suffixes. The ids are the same for GPT-2 and Llama (``tests/data/tokenizer/test_tokenizer_hf.py``)."""
+"""Interpret the files of a tokenizer's directory as Hugging Face transformers 5 does: special tokens, and ids
+added before and after the text. Tests compare the ids for GPT-2 and Llama with those of transformers
+(``tests/data/tokenizer/test_tokenizer_hf.py``)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class SideFiles:
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
         """Return the special tokens that have a role in transformers, by role, such as ``bos_token``.
-        ``defaults`` are the texts for roles that the files do not set."""
+        ``defaults`` has the tokens for roles that the files do not set, as strings."""
         config = self.read(CONFIG)
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
         # special_tokens_map.json takes precedence over tokenizer_config.json.
@@ -59,8 +60,8 @@ class SideFiles:
 
     @property
     def class_name(self) -> str:
-        """The tokenizer class that the files name, as in transformers, but without the ending ``Fast``; empty
-        if they name none."""
+        """The name of the tokenizer's class in transformers, from ``tokenizer_config.json``, without the
+        ending ``Fast``; empty if the file names none."""
         name = self.read(CONFIG).get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
@@ -71,7 +72,7 @@ class SideFiles:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids of the end tokens under ``eos_token_id`` in ``generation_config.json``; empty if this key
-        is not set. Raises DataError."""
+        is not set. Raises DataError if its value is not one or several token ids."""
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
@@ -83,7 +84,8 @@ class SideFiles:
     @property
     def chat_templates(self) -> dict[str, str]:
         """The chat templates by name; the standard template is called ``default``. A ``chat_template.jinja``
-        takes precedence over ``tokenizer_config.json``. Raises DataError."""
+        takes precedence over ``tokenizer_config.json``. Raises DataError if the templates in that file are
+        damaged."""
         if CHAT_TEMPLATE in self.texts:
             return {"default": self.texts[CHAT_TEMPLATE]}
         given = self.read(CONFIG).get("chat_template")
@@ -179,9 +181,9 @@ class TransformersTokenizer:
 
     Attributes:
         definition: the content of a ``tokenizer.json``, completed from the other files.
-        bos_token, eos_token: texts of BOS and EOS; None if no file names them.
-        before, after: the ids that are added before and after a text.
-        named: texts of the special tokens that have a role, by role, such as ``bos_token``.
+        bos_token, eos_token: BOS and EOS as strings; None if no file names them.
+        before, after: the ids that are added before and after the encoded text.
+        named: the special tokens that have a role, as strings, by role, such as ``bos_token``.
     """
 
     definition: dict[str, Any]
@@ -194,8 +196,8 @@ class TransformersTokenizer:
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
     """Complete a tokenizer from the files beside it, as transformers does. ``definition`` is the content of
-    its ``tokenizer.json`` and is not modified. ``is_file`` tells whether that file exists. Raises DataError
-    if a file is damaged."""
+    its ``tokenizer.json`` and is not modified. ``is_file`` is False if there is no such file and
+    ``definition`` was made from ``vocab.json`` and ``merges.txt``. Raises DataError if a file is damaged."""
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
     named = side.named_tokens(_LLAMA_NAMED if is_llama else {})
@@ -277,8 +279,8 @@ def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any
 
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that the ``post_processor`` of a ``tokenizer.json`` adds before and after a text. Raises
-    DataError if it is damaged or of an unknown kind."""
+    """Return the ids that the ``post_processor`` of a ``tokenizer.json`` adds before and after the encoded
+    text. Raises DataError if the ``post_processor`` is damaged or of an unknown kind."""
     kind = processor.get("type") if isinstance(processor, dict) else None
     if processor is None or kind == "ByteLevel":
         return (), ()
