@@ -1,17 +1,18 @@
-"""Key tables: how ppfleetx translates each option of another toolkit, read from the toolkit's ``keys.yaml``.
+"""Key tables, which say how ppfleetx translates each option of another toolkit. A table is read from the
+toolkit's ``keys.yaml``.
 
 Each row names one option, or several separated by spaces, under ``key``, and has one of these fields:
 
 - ``to``: the keys of ppfleetx that get the option's value. The value is unchanged, or looked up in
   ``choices``, or converted by the function in `CONVERSIONS` that ``by`` names. ``default`` is the value if no
   option of the row is given.
-- ``joint``: the keys of ppfleetx that a Python rule computes from this option and others.
+- ``joint``: the keys of ppfleetx that a rule, a Python function, computes from this option and others.
 - ``fixed``: why the option has no effect. ``only`` lists the accepted values.
 - ``unused``: why the option has no meaning in ppfleetx.
 - ``refused``: why the option is an error.
 
 ``says`` is a note for the documentation page. In an option's dotted name, ``*`` matches one part, and ``**``
-at the end one or more parts.
+at the end matches one or more parts.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ppfleetx.config.errors import shown, shown_key
 from ppfleetx.config.reading.parse import shipped_yaml
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
-"""A function that converts an option's value to ``{key of ppfleetx: value}``, or to one value for all of
-``Key.to``."""
+"""A function that converts an option's value. It returns ``{key of ppfleetx: value}``, or one value for all
+keys in ``Key.to``."""
 
 
 class Kind(StrEnum):
@@ -45,11 +46,11 @@ class Key:
     """One option of another toolkit, and how it is translated.
 
     Attributes:
-        name: the dotted name, which may contain ``*`` and ``**``.
-        kind: what becomes of the option: translated, without effect, without meaning, or refused.
+        name: the option's dotted name, which can contain ``*`` and ``**``.
+        kind: whether the option is translated, has no effect, has no meaning, or is refused.
         to: the keys of ppfleetx that the option sets.
-        convert: converts the option's value; None if the key table does not convert it.
-        accepts: the values that an option without effect may have; None: any.
+        convert: converts the option's value; None if a rule does that, or if the option is not translated.
+        accepts: the values that are allowed for an option without effect; None: any value.
         default: the value to use if the option is not given.
         says: an explanation, without a final period: how the value is converted, why the option has no effect
             or meaning, or what to do instead.
@@ -64,8 +65,8 @@ class Key:
     default: Any = None
 
     def natives(self, value: Any) -> Mapping[str, Any]:
-        """Convert the option's ``value`` to ``{key of ppfleetx: value}``. If a converted value is None, its
-        key is left unset. Raises ValueError if the option cannot have this value."""
+        """Convert the option's ``value`` to ``{key of ppfleetx: value}``. A converted value of None means
+        that the key stays unset. Raises ValueError if the option cannot have this value."""
         found = self.convert(value)
         return found if isinstance(found, Mapping) else dict.fromkeys(self.to, found)
 
@@ -75,7 +76,7 @@ def same(value: Any) -> Any:
 
 
 class KeyTable:
-    """The options of another toolkit that ppfleetx knows, in the order of the documentation.
+    """The options of another toolkit that ppfleetx knows, in the order of the documentation page.
 
     ``normal`` converts a name as users write it (``--num-layers``) to the name in the table (``num_layers``).
     """
@@ -138,8 +139,8 @@ _WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*",
 
 
 def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Return a conversion function that looks a value up in the mapping ``words``. It raises ValueError for a
-    value that is not a key of the mapping."""
+    """Return a function that converts a value by looking it up in the mapping ``words``. The function raises
+    ValueError if the mapping does not have the value as a key."""
 
     def convert(value: Any) -> Any:
         for word, meaning in words.items():
@@ -151,7 +152,8 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int | None = None) -> int:
-    """Return ``value``. Raises ValueError if it is not an integer, or is below the minimum ``least``."""
+    """Return ``value`` if it is an integer of at least ``least`` (None: any integer). Otherwise, raises
+    ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("must be an integer")
     return _at_least(value, least)
@@ -176,8 +178,9 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """Convert an attention window ``(left, right)``, the numbers of positions that a token sees before and
-    after it. A negative ``left`` means that there is no window."""
+    """Convert an attention window ``(left, right)`` to ``Model.attention_window``. ``left`` and ``right`` are
+    the numbers of positions before and after a token that the token attends to. A negative ``left`` means
+    that there is no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
@@ -211,8 +214,8 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "window": _window,
     "betas": _betas,
 }
-"""The conversion functions that ``by`` can name in a key table. A result of None leaves the key of ppfleetx
-unset."""
+"""The conversion functions that ``by`` can name in a key table. If a function returns None, the key of
+ppfleetx stays unset."""
 
 
 def read_file(dialect: str) -> dict[str, Any]:
@@ -222,8 +225,8 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """Return the options in each table of a parsed ``keys.yaml``, by the table's name. ``prefixes`` maps a
-    table's name to a prefix for the names of its options."""
+    """Return the options of each table in ``content``, a parsed ``keys.yaml``, by the table's name.
+    ``prefixes`` maps a table's name to a prefix for the names of its options."""
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()

@@ -1,4 +1,5 @@
-"""The other toolkits whose configurations ppfleetx translates ("dialects"), and how to recognize them."""
+"""The toolkits whose configurations ppfleetx translates, called dialects, and how to recognize their files
+and command lines."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _MODULES: tuple[str, ...] = (
     "paddleformers.dialect",
 )
 """Modules that define a ``DIALECT``. If several dialects match a file or a command line equally well, the
-first one wins."""
+first of them in this list is used."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Dialect:
     Attributes:
         name: the value of ``--dialect``, and the name of the package in ``ppfleetx/dialects``.
         title: the toolkit's name in messages.
-        tables: the key tables of its options, by their heading in ``docs/dialects/{name}.md``.
+        tables: the key tables of the toolkit's options, by their headings in ``docs/dialects/{name}.md``.
         of_file: translates a file, given its path and further command-line arguments.
         of_arguments: translates a command line.
         programs: file names of the toolkit's programs, to recognize a command line.
-        keys_of_files: top-level keys of its files, to recognize a file.
-        options: names of its options (lower case, with underscores), to recognize a command line.
+        keys_of_files: top-level keys of the toolkit's files, to recognize a file.
+        options: names of the toolkit's options (lower case, with underscores), to recognize a command line.
     """
 
     name: str
@@ -55,7 +56,7 @@ def dialects() -> dict[str, Dialect]:
 
 
 def dialect_named(name: str) -> Dialect:
-    """Find the dialect with this name. Raises ConfigError if there is none."""
+    """Return the dialect called ``name``. Raises ConfigError if there is none."""
     known = dialects()
     if name not in known:
         raise ConfigError(f"must be one of {', '.join(known)}", key="--dialect", value=name)
@@ -63,8 +64,8 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """Find the dialect that knows the largest number of a file's top-level ``keys``. Raises ConfigError if no
-    dialect knows any of them."""
+    """Return the dialect that has the most keys in common with ``keys``, the top-level keys of the file
+    ``path``. Raises ConfigError if no dialect has any of them."""
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:
@@ -79,7 +80,8 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """Find the dialect of a command line. Returns the dialect, and the arguments for its ``of_arguments``."""
+    """Return the dialect of the command line ``argv``, and the arguments for the dialect's ``of_arguments``.
+    Raises ConfigError if ``argv`` has neither a program nor an option of any dialect."""
     refuse_other_models(argv)
     known = list(dialects().values())
     at = next((at for at, text in enumerate(argv) if any(_runs(one, text) for one in known)), None)
@@ -93,7 +95,7 @@ def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
         )
     if at is None:
         at = next((at for at, text in enumerate(argv) if text.startswith("--")), len(argv)) - 1
-    # The options of a launcher give the number of processes, so they are translated, too.
+    # Keep the options of a launcher, because they give the number of processes.
     launched = any(text.startswith("-") for text in argv[: max(at, 0)])
     return best, list(argv if launched else argv[at + 1 :])
 
@@ -103,8 +105,8 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _fit(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """Return how well ``dialect`` fits the user's ``options``: (number of options that only it knows, number
-    of options that it knows)."""
+    """Return how well ``dialect`` fits the user's ``options``: (number of options that no other dialect
+    knows, number of options that ``dialect`` knows)."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

@@ -1,7 +1,7 @@
 """Translate the options of another toolkit to ppfleetx's configuration, with a key table and rules.
 
-Error messages name an option as the user wrote it, with its file and line or its position on the command
-line.
+Error messages name an option as the user wrote it, with its position: the file and line, or the number of the
+command-line argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, inte
 from ppfleetx.dialects.user_options import UserOption
 
 DEFAULT = "its default"
-"""Comment for values that are the toolkit's default."""
+"""The comment in the YAML output for a value that is the toolkit's default."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Native:
 
     Attributes:
         value: the plain Python value.
-        origins: the user's values that it was derived from.
+        origins: the user's values from which this value was derived.
         why: an explanation for the comment in the YAML output.
     """
 
@@ -43,7 +43,7 @@ class Native:
 
     @property
     def comment(self) -> str:
-        """The comment on this value in the YAML output: the user's values that it was derived from, and an
+        """The comment on this value in the YAML output: the user's values from which it was derived, and an
         explanation if there is one."""
         return "; ".join([*(one.origin for one in self.origins), *filter(None, [self.why])])
 
@@ -52,7 +52,7 @@ class Native:
 class Translation:
     """A configuration of another toolkit, translated to ppfleetx's configuration.
 
-    Methods such as :meth:`integer` and :meth:`flag` read one option. They return a default if the option is
+    Methods such as :meth:`integer` and :meth:`flag` read one option. They return ``default`` if the option is
     missing or has no value, and raise ConfigError if its value has the wrong type.
 
     Attributes:
@@ -62,7 +62,7 @@ class Translation:
         fixed: options that the user gave but that have no effect, because ppfleetx behaves in only one way.
         unused: options that the user gave but that have no meaning in ppfleetx.
         notes: messages to log about deliberate differences from a run of the toolkit.
-        given: all the user's values, by the option's name in the key table.
+        given: all options that the user gave, by the option's name in the key table.
         world_size: the number of processes of the job; None if unknown.
     """
 
@@ -80,8 +80,9 @@ class Translation:
         ConfigError if the key already has another value.
 
         Args:
-            sources: the user's values, or names of options, that the value was derived from. Options that the
-                user did not give are ignored; if none was given, the value counts as the toolkit's default.
+            sources: the user's options, or names of options, from which the value was derived. Names of
+                options that the user did not give are ignored; if the user gave none of them, the value
+                counts as the toolkit's default.
             why: an explanation for the comment in the YAML output.
         """
         if value is None:
@@ -102,15 +103,15 @@ class Translation:
         leaves the key unset.
 
         Args:
-            sources: the user's values, or names of options, that the value was derived from.
+            sources: the user's options, or names of options, from which the value was derived.
             why: an explanation for the comment in the YAML output.
         """
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 
     def put_precision(self, dtype: str, *sources: str | UserOption, on_cpu: bool) -> None:
-        """Set the run's compute type to ``dtype``, which is ``float16`` or ``bfloat16``. A CPU that does not
-        support the type computes in float32."""
+        """Set the run's compute type to ``dtype``, which is ``float16`` or ``bfloat16``. With ``on_cpu``, the
+        run computes in float32 if the CPU does not support the type."""
         enable, why = ("auto", "a CPU that supports the type; else float32") if on_cpu else (True, "")
         self.put("Engine.mix_precision.enable", enable, *sources, why=why)
         self.put("Engine.mix_precision.dtype", dtype, *sources)
@@ -131,12 +132,12 @@ class Translation:
         return key in self.given and self.given[key].value is not None
 
     def origins(self, *keys: str) -> tuple[UserOption, ...]:
-        """Return the user's values of the options ``keys``. Options that the user did not give are left
-        out."""
+        """Return the options in ``keys`` that the user gave, in the order of ``keys``."""
         return tuple(self.given[key] for key in keys if key in self)
 
     def first(self, *keys: str) -> str:
-        """Return the first of the options ``keys`` that the user gave, or else the last of them."""
+        """Return the first option of ``keys`` that the user gave, or the last of ``keys`` if the user gave
+        none."""
         return next((key for key in keys if key in self), keys[-1])
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -161,8 +162,8 @@ class Translation:
         return self.read(key, default, choice({one: one for one in choices}))
 
     def read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
-        """Return the user's value of the option ``key``, converted. A ValueError of ``convert`` becomes a
-        ConfigError."""
+        """Return the user's value of the option ``key``, converted with ``convert``. A ValueError of
+        ``convert`` becomes a ConfigError."""
         if key not in self:
             return default
         try:
@@ -171,8 +172,8 @@ class Translation:
             raise self.error(key, str(error)) from None
 
     def text(self, key: str, default: Any = None) -> Any:
-        """Return the user's value of the option ``key`` as text, exactly as the user wrote it. An empty text
-        is an error."""
+        """Return the user's value of the option ``key`` as a string, exactly as the user wrote it. Raises
+        ConfigError if the string is empty, or if the value is not a plain scalar."""
         if key not in self:
             return default
         one = self.given[key]
@@ -187,7 +188,7 @@ class Translation:
         return self.given[key].error(rule)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
-        """Return a ConfigError about several options that do not fit together. The message shows the value
+        """Return a ConfigError about several options that contradict each other. The message shows the value
         and place of each option that the user gave."""
         first, *others = self.origins(*keys)
         also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
@@ -203,8 +204,8 @@ class Translation:
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """Return the translated configuration as a tree for the configuration loader. The loader's error
-        messages then name the user's files, lines and options."""
+        """Return the translated configuration as a tree for the configuration loader. Because of the places
+        in the tree, the loader's error messages name the user's files, lines and options."""
         root = Node({}, self.place)
         for key, native in self.native.items():
             node = node_of(native.value, native.place)
@@ -229,7 +230,7 @@ class Translation:
 
 
 def _as_written(native: Native) -> str | None:
-    """Return the text of a value as the user wrote it, so that ``007`` does not become 7. Returns None for a
+    """Return a value exactly as the user wrote it, so that ``007`` does not become 7. Returns None for a
     string, for a value that the translation changed, and for a value that does not come from exactly one
     option."""
     if len(native.origins) != 1 or isinstance(native.value, str):
@@ -239,7 +240,8 @@ def _as_written(native: Native) -> str | None:
 
 
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
-    """Yield the lines of a YAML configuration, with sections in the order of the documentation."""
+    """Yield the lines of the configuration ``native`` in YAML, with sections in the order of the
+    documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
     keys = sorted(native, key=lambda name: order.get(name.split(".")[0], len(order)))
     yield from _block(nested((key, native[key]) for key in keys), "")
@@ -266,8 +268,8 @@ def _one_line(text: str) -> str:
 
 
 Rule = Callable[[Translation], None]
-"""A function that translates options that depend on each other: it reads the user's options and sets keys of
-ppfleetx's configuration."""
+"""A function that translates options that depend on each other. It reads the user's options from a
+translation, and sets keys of ppfleetx's configuration in the translation."""
 
 
 def translate(
@@ -279,8 +281,8 @@ def translate(
     world_size: int | None = None,
 ) -> Translation:
     """Translate the user's options to ppfleetx's configuration. First ``table`` translates each option by
-    itself, then ``rules`` translate options that depend on each other. If ``given`` has an option several
-    times, the last value is used. ``world_size`` is the number of processes; None if unknown. Raises
+    itself, then ``rules`` translate options that depend on each other. If ``given`` contains an option
+    several times, the last value is used. ``world_size`` is the number of processes; None if unknown. Raises
     ConfigError for unknown and unsupported options."""
     result = Translation(dialect, place, world_size=world_size)
     found: dict[str, tuple[UserOption, Key]] = {}
@@ -312,7 +314,7 @@ def translate(
 
 def _refuse_first(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) -> None:
     """Raise ConfigError if the user gave an unsupported option, or an unsupported value of an option that has
-    no effect. If there are several, the first in the key table is reported."""
+    no effect. If there are several, the error is about the first of them in the key table."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

@@ -1,4 +1,4 @@
-"""Read the options in another toolkit's file or command line, and strip the launcher from a command line."""
+"""Read options from another toolkit's file or command line, and remove the launcher from a command line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class UserOption:
     Attributes:
         key: the dotted name as the user wrote it, such as ``--num-layers`` or ``callbacks.0.type``.
         value: the plain Python value; None if the key has no value.
-        place: where it was written: ``file:line`` or ``argument 3``.
-        text: the value as the user wrote it; None if it is not a plain scalar.
+        place: where the user wrote the option: ``file:line`` or ``argument 3``.
+        text: the value as the user wrote it; None if the value is not a plain scalar.
     """
 
     key: str
@@ -39,9 +39,9 @@ class UserOption:
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[UserOption]:
-    """Yield all values in a configuration tree with their dotted keys, in file order. ``prefix`` is put
-    before each key. Mappings and lists of mappings are flattened; any other list is one value. An empty
-    mapping becomes None."""
+    """Yield all values of the configuration tree ``tree`` with their dotted keys, in file order. Each key
+    gets the prefix ``prefix``. Mappings and lists of mappings are flattened; any other list is one value. An
+    empty mapping becomes None."""
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
         if isinstance(node.value, dict) and node.value:
@@ -58,7 +58,7 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[UserOption]:
 
 
 def given_in_file(path: Path, prefix: str = "", *, named: UserOption | None = None) -> Iterator[UserOption]:
-    """Yield all values in a YAML or JSON file with their dotted keys. ``prefix`` is put before each key.
+    """Yield all values in a YAML or JSON file with their dotted keys. Each key gets the prefix ``prefix``.
     ``named`` is the user's option that names the file, for error messages."""
     entry = {} if named is None else {"key": named.key, "value": str(named.value), "place": named.place}
     # JSON may be indented with tabs, which YAML forbids. JSON strings cannot contain raw tabs.
@@ -78,12 +78,14 @@ def given_arguments(
     first: int = 1,
 ) -> Iterator[UserOption]:
     """Yield the options of a command line: ``--name value``, ``--name=value``, or a flag without a value.
+    Raises ConfigError if an option lacks its value, or is given twice with different values.
 
     Args:
         argv: the arguments, without the program's name.
         flags: names of flags, in the form of :func:`normal_name`. A flag becomes True.
         many: names of options that take all words up to the next option, as a list.
-        known: names of all options, if known. Any other option without a value then counts as a flag.
+        known: names of the options that need a value. Any other option without a value counts as a flag.
+            None: all options except ``flags`` need a value.
         first: the position of ``argv[0]`` on the whole command line, for the positions in messages.
     """
     seen: dict[str, UserOption] = {}
@@ -116,9 +118,9 @@ def given_arguments(
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split a list of corpora into names and weights: ``0.3 a 0.7 b`` gives the names ``["a", "b"]`` and the
-    weights ``[0.3, 0.7]``. Unless there is a number before each name, all words count as names, and the
-    weights are None."""
+    """Split the words of a corpus option into corpus names and weights: ``0.3 a 0.7 b`` gives the names
+    ``["a", "b"]`` and the weights ``[0.3, 0.7]``. If the words are not pairs of a number and a name, all
+    words are names, and the weights are None."""
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
@@ -127,8 +129,8 @@ def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | Non
 
 
 def normal_name(name: str) -> str:
-    """Normalize the name of an option to lower case with underscores and without leading dashes, such as
-    ``num_layers``."""
+    """Return the name of an option in lower case, with underscores and without leading dashes, such as
+    ``num_layers`` for ``--num-layers``."""
     return name.lstrip("-").replace("-", "_").lower()
 
 
@@ -139,8 +141,8 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Strip a launcher such as ``torchrun`` from a command line: everything up to the first ``*.py``, which
-    is the program. Without a ``*.py``, nothing is stripped.
+    """Remove a launcher such as ``torchrun`` and the program from a command line: everything up to and
+    including the first ``*.py``. Without a ``*.py``, nothing is removed.
 
     Returns:
         The number of processes that the launcher starts (None if unknown), the program's arguments, and the
@@ -156,7 +158,7 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
         name, equals, value = text.partition("=")
         value = value if equals else "".join(before[at + 1 : at + 2])
         option = normal_name(name) if text.startswith("-") else ""
-        if option == "worker_num" and is_index(value):  # msrun's number of processes on all hosts
+        if option == "worker_num" and is_index(value):  # msrun: the processes on all hosts
             return int(value), list(argv[program + 1 :]), program + 2
         if option in _PROCESSES:
             processes = _count(name, value)
@@ -184,8 +186,8 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """Return the number of processes of the job from the launchers' environment variables. Returns None if
-    none of them is set."""
+    """Return the number of processes of the job, as launchers set it in environment variables. Returns None
+    if no such variable is set."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

@@ -10,18 +10,18 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 BUCKET_BYTES = 64 << 20
-"""Maximum size of the buckets into which tensors are packed. Larger buckets need fewer messages, smaller ones
-need less extra memory."""
+"""Maximum size of a bucket, that is, of the tensors that are packed into one message. A larger tensor has a
+bucket of its own. Larger buckets need fewer messages, and smaller buckets need less extra memory."""
 
 ALIGNMENT = 256
-"""Tensors within a flat tensor start at multiples of this many bytes, as separately allocated tensors do.
-Multi-tensor kernels use vector loads without checking the alignment."""
+"""Alignment in bytes of each tensor within a flat tensor. Separately allocated tensors have the same
+alignment, and multi-tensor kernels use vector loads without checking it."""
 
 
 def aligned_offsets(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Return, in elements, the offset of each tensor in one flat tensor, and the end of the last tensor. Each
-    tensor begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of elements,
-    ``itemsize`` the bytes per element.
+    """Return the offset of each tensor in one flat tensor, and the end of the last tensor, both in elements.
+    Each tensor begins at a multiple of :data:`ALIGNMENT` bytes. ``sizes`` are the tensors' numbers of
+    elements, and ``itemsize`` is the number of bytes per element.
 
     >>> aligned_offsets([3, 64, 65, 1], 4)
     ([0, 64, 128, 256], 257)
@@ -48,7 +48,8 @@ def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> N
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Sum a small tensor elementwise over ``group``. The sums are bitwise equal on all ranks."""
-    # All ranks add in rank order. Not an all-reduce, because Ascend's library cannot sum float64 and uint8.
+    # All ranks add in rank order. This is not an all-reduce, because Ascend's library cannot sum float64 or
+    # uint8.
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
     distributed.stream.all_gather(received, own, group=group)
@@ -68,16 +69,16 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run a collective on ``tensors``, packed into buckets. One bucket is processed at a time, to limit the
-    extra memory."""
+    """Pack ``tensors`` into buckets, and run a collective on one bucket at a time, to limit the extra
+    memory."""
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
 
 
 class Packed:
-    """A running collective on ``tensors`` of one element type, packed into one flat tensor. ``start`` must
-    start an asynchronous in-place collective on the flat tensor and return its task. Do not use the tensors
-    before :meth:`complete` has returned."""
+    """A collective in progress on ``tensors`` of one element type, packed into one flat tensor. ``start``
+    must start an asynchronous in-place collective on the flat tensor and return its task. Do not use the
+    tensors before :meth:`complete` has returned."""
 
     @paddle.no_grad()
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
@@ -146,8 +147,8 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group``. The backward pass returns the gradient of the sum unchanged. This is
-    right if all ranks compute the same loss from the sum."""
+    """Return the sum of ``tensor`` over ``group``. The backward pass returns the gradient of the sum
+    unchanged, which is correct if all ranks compute the same loss from the sum."""
     return _SumOfRanks.apply(tensor, group)
 
 
@@ -166,9 +167,9 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """Exchange rows among the ranks of ``group``. ``rows`` has first the ``sent[0]`` rows for rank 0, then
-    those for rank 1, and so on. The result has ``received[i]`` rows from each rank i, in rank order. Every
-    rank must call this. Not differentiable."""
+    """Exchange rows among the ranks of ``group``. The first ``sent[0]`` rows of ``rows`` go to rank 0, the
+    next ``sent[1]`` rows to rank 1, and so on. The result has ``received[i]`` rows from each rank i, in rank
+    order. Every rank must call this. Not differentiable."""
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 
@@ -193,8 +194,8 @@ def start_alltoall_rows(
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
-    """Gather the rows of all ranks of ``group`` into one tensor with ``stride`` rows per rank, padded with
-    zeros. Not differentiable."""
+    """Gather the rows of all ranks of ``group`` into one tensor, in rank order. Each rank's rows are padded
+    with zeros to ``stride`` rows. Not differentiable."""
     missing = stride - rows.shape[0]
     if missing:
         rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])

@@ -1,11 +1,11 @@
-"""Checks that all ranks use the same configuration, read the right data, hold equal copies of weights, and
+"""Check that all ranks use the same configuration, read the right data, hold equal copies of weights, and
 compute finite numbers. ``Engine.checks`` selects the checks:
 
 - ``cheap`` compares configurations at the start, batches at every step, and copies of weights at the start
   and before each checkpoint.
-- ``full`` also checks at every step that copies of weights and of optimizer states are equal, and that no two
-  data-parallel replicas read the same sample, unless the data allow that. It searches activations and
-  gradients for numbers that are not finite.
+- ``full`` also compares copies of weights and of optimizer states at every step, and searches activations and
+  gradients for non-finite numbers. Unless the data can repeat a sample within a step, it also checks that no
+  two data-parallel replicas read the same sample.
 - ``off`` checks nothing.
 """
 
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
     from paddle import Tensor, nn
 
 MAX_NAMED = 4
-"""The most names listed in an error message."""
+"""Maximum number of names in an error message."""
 
 
 class CheckFailedError(UserError):
-    """The ranks of a job do not hold the configuration, data or weights that the plan assigns to them."""
+    """Raised when ranks have different configurations, read the wrong batches, or hold unequal copies of
+    weights."""
 
 
 # -- configurations ---------------------------------------------------------------------------
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """Check that ``values``, the configuration by dotted key, is the same on all ranks. All ranks must call
-    this. Raises CheckFailedError."""
+    """Check that all ranks have the same configuration. ``values`` is this rank's configuration by dotted
+    key. All ranks must call this. Raises CheckFailedError if two ranks differ."""
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
     digests = gather(ctx, digest)
@@ -69,9 +70,9 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
-    """Check that the ranks of one data-parallel replica read the same batch. ``digests`` has the
-    :func:`batch_digest` of each rank. With ``distinct``, different replicas must read different batches.
-    Raises CheckFailedError."""
+    """Check that the ranks of each data-parallel replica read the same batch. ``digests`` contains the
+    :func:`batch_digest` of each rank, in rank order. With ``distinct``, also check that different replicas
+    read different batches. Raises CheckFailedError if a check fails."""
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = ctx.plan.data_rank(rank)
@@ -92,8 +93,9 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """Check that no two data-parallel replicas read the same sample in a step. All ranks must call this, each
-    with its sample ids; negative ids are ignored. Raises CheckFailedError."""
+    """Check that no two data-parallel replicas read the same sample in a step. ``sample_ids`` are the samples
+    of this rank; negative ids are ignored. All ranks must call this. Raises CheckFailedError if two replicas
+    read the same sample."""
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
     for rank, ids in enumerate(of_rank):
@@ -109,16 +111,18 @@ def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
 # -- copies -----------------------------------------------------------------------------------
 
 Held = tuple[str, "Tensor", Any]
-"""(name of a tensor, the tensor, ``info`` of the parameter that the tensor is or belongs to)."""
+"""A tensor to compare between ranks: (its name, the tensor, the ``info`` of the parameter that the tensor is
+or belongs to)."""
 
 
 def check_replicas(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
-    """Check that the copies of each tensor on different ranks are bitwise equal. Copies have the same name
-    and the same offset in the whole tensor. All ranks must call this. Raises CheckFailedError."""
+    """Check that the copies of each tensor on different ranks are bitwise equal. Tensors are copies if they
+    have the same name and the same offset in the unsharded tensor. All ranks must call this. Raises
+    CheckFailedError if copies differ."""
     if ctx.world_size == 1:
         return
-    # Ranks that hold copies may differ in dp, sharding, sep or mp, and for tied weights in the pipeline
-    # stage.
+    # Copies can be on ranks that differ along dp, sharding, sep or mp. Copies of tied weights can also be on
+    # different pipeline stages.
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
     seen: dict[str, tuple[int, str]] = {}
     differing: dict[str, tuple[int, int]] = {}
@@ -155,14 +159,15 @@ def _checksum(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class NonFinitePlace:
-    """Where a non-finite number (NaN or infinity) first appeared on a rank.
+    """The place where a non-finite number (NaN or infinity) first appeared on a rank.
 
     Attributes:
-        in_forward: True if it appeared in the output of a layer, False if it appeared in a gradient.
-        index: number of the layer in the model.
+        in_forward: True if the number appeared in the output of a layer, False if it appeared in a gradient.
+        index: the number of the layer in the model.
+        layer: the layer's description in messages, such as ``layer 3``.
         parameter: for a gradient, the name of its parameter; for an output, the name of a non-finite
             parameter of the layer, or "" if all are finite.
-        micro_batch: number of the micro batch in the step, from 0; None if unknown.
+        micro_batch: the number of the micro batch in the step, from 0; None if unknown.
     """
 
     in_forward: bool
@@ -180,7 +185,7 @@ class NonFinitePlace:
 
 class NonFiniteSearch:
     """Context manager that searches for NaNs and infinities while a step runs, in each layer's output and
-    each parameter's gradient."""
+    each parameter's gradient. ``stages`` are pairs (index in the whole model, layer) of this rank."""
 
     def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
         self._stages = list(stages)
@@ -190,7 +195,7 @@ class NonFiniteSearch:
 
     def __enter__(self) -> Self:
         self.forward = self.backward = None
-        self._passes: Counter[Any] = Counter()  # of a layer, by its number, and of a gradient, by its name
+        self._passes: Counter[Any] = Counter()  # by layer number or parameter name
         for index, layer in self._stages:
             self._hooks.append(layer.register_forward_post_hook(partial(self._look_at_output, index)))
             self._hooks += [
@@ -212,7 +217,7 @@ class NonFiniteSearch:
     def _look_at_output(self, index: int, layer: nn.Layer, _: Any, out: Any) -> None:
         out = out[0] if isinstance(out, tuple) else out
         if not hasattr(out, "detach"):
-            return  # lazily computed logits: nothing to check yet
+            return  # DeferredLogits: the loss computes them later
         number = self._count(index)
         if self.forward is None and not _is_finite(out):
             bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]
@@ -224,8 +229,8 @@ class NonFiniteSearch:
         return self._passes[place] - 1
 
     def _look_at_gradient(self, index: int, parameter: Tensor, grad: Tensor | None) -> None:
-        """Search the gradient of ``parameter`` for non-finite numbers. If ``grad`` is None, the gradient is
-        in ``parameter.main_grad``."""
+        """Check whether the gradient of ``parameter`` is finite. If ``grad`` is None, the gradient is in
+        ``parameter.main_grad``."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = self._count(name)
@@ -241,11 +246,11 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return (rank, place) of the first non-finite number in the job, or None if there is none. All ranks
-    must call this, each with the place that it found."""
+    """Return (rank, place) of the non-finite number that a step computes first, or None if there is none.
+    ``mine`` is the place that this rank found. All ranks must call this."""
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:
         return None
-    # The lowest layer with a non-finite output; if there is none, the highest with a non-finite gradient.
+    # The lowest layer with a non-finite output or, if there is none, the highest with a non-finite gradient.
     return min(found, key=lambda at: (not at[1].in_forward, at[1].index * (1 if at[1].in_forward else -1)))

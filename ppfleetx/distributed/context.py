@@ -34,7 +34,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The arrangement of the job's ranks along the parallel axes, for dense layers and for experts."""
+        """The job's ranks as two grids, whose axes are the parallel axes of dense layers and of experts."""
         return Mesh(self.plan)
 
     @classmethod
@@ -62,11 +62,12 @@ class ParallelContext:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank reports the loss, as the first of the ranks that compute it."""
+        """Whether this rank reports the loss, which is the task of the first rank of the last pipeline
+        stage."""
         return self.plan.reports_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """Return this process's rank along ``axis``, such as ``dp`` or an axis of expert parallelism."""
+        """Return this process's rank along ``axis``, such as ``dp`` or, for experts, ``ep``."""
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
@@ -77,9 +78,8 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Return the process group of the ranks that differ from this one only along ``axes``; None if this
-        rank is the only one. A group that fleet does not provide must have been created by
-        :meth:`with_groups`."""
+        """Return the process group of the ranks that differ from this one only along ``axes``. Returns None
+        if this rank is the only one. The group must have been created by fleet or by :meth:`with_groups`."""
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
             return None
@@ -103,8 +103,9 @@ class ParallelContext:
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
         """Return a copy of this context with process groups for an all-to-all along ``axis`` in two levels:
-        between nodes, then within nodes of ``per_node`` ranks. If two levels are not possible, this context
-        itself is returned. All ranks must call this."""
+        between nodes, then within nodes of ``per_node`` ranks. Returns this context unchanged if the ranks
+        along ``axis`` cannot be divided into two levels, for example because they are all on one node. All
+        ranks must call this."""
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
             return self
@@ -116,14 +117,14 @@ class ParallelContext:
         return replace(self, groups={**self.groups, **made})
 
     def levels_of(self, axis: str) -> tuple[Any, Any] | None:
-        """Return this rank's two groups for an all-to-all along ``axis`` in two levels: between nodes, and
-        within its node. None if :meth:`with_levels` has not created them."""
+        """Return this rank's two groups for a two-level all-to-all along ``axis``: (between nodes, within its
+        node). Returns None if :meth:`with_levels` has not created them."""
         between, within = (self.groups.get(f"{axis} {level}") for level in LEVELS)
         return None if between is None else (between, within)
 
     def _new_group(self, name: str, lists: Iterable[Sequence[int]]) -> Any:
-        """Create a process group for each list of ranks. Returns the group that contains this rank, called
-        ``name`` in hang reports."""
+        """Create a process group for each list of ranks in ``lists``, and return the group that contains this
+        rank. Hang reports call that group ``name``."""
         from paddle import distributed
 
         made = [distributed.new_group(list(ranks)) for ranks in lists]
@@ -132,8 +133,8 @@ class ParallelContext:
         return mine
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
-        """Sum each of ``values`` in float64 over the ranks that differ from this one only along ``axes``. All
-        these ranks get bitwise equal sums."""
+        """Return the float64 sum of each of ``values`` over the ranks that differ from this one only along
+        ``axes``. All these ranks get bitwise equal sums."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
         from ppfleetx.distributed.host_device_copy import read, upload
@@ -151,8 +152,8 @@ class ParallelContext:
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Replace ``tensor`` by its elementwise maximum over the ranks that differ from this one only along
-        ``axes``, and return it."""
+        """Replace ``tensor``, in place, by its elementwise maximum over the ranks that differ from this one
+        only along ``axes``. Returns ``tensor``."""
         from paddle import distributed
 
         for axis in axes:
@@ -161,8 +162,8 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum a value over the data-parallel replicas. ``values`` has the value of each rank. Ranks of the
-        same replica have equal values, which are counted once. Does not communicate."""
+        """Sum ``values`` over the data-parallel replicas, without communication. ``values`` has one entry per
+        rank. Entries of ranks in the same replica are equal, and each replica counts once."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

@@ -1,6 +1,6 @@
 """Exchange values between all ranks of a job, raise an error of one rank on all ranks, and let the first rank
-of each node do work for the others. All ranks must call the functions that take a context, in the same order,
-unless a function says otherwise."""
+of each node do work for the node's other ranks. Unless a function says otherwise, all ranks must call the
+functions that take a context, in the same order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _BEAT_SECONDS = 30.0
 _HELPER = "first-on-node"
-_MOST_MESSAGES = 8  # the most different messages that one error shows
+_MOST_MESSAGES = 8  # the maximum number of different messages in one error
 
 
 class JointError(UserError):
@@ -33,13 +33,13 @@ class JointError(UserError):
 
 
 def beat_seconds() -> float:
-    """Return the interval, in seconds, between heartbeats of ranks that wait for a long task. The interval is
-    at most a third of the communication timeout."""
+    """Return the interval, in seconds, between heartbeats of ranks that wait for a long task. It is 30
+    seconds, or a third of the communication timeout if that is shorter."""
     return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
-    """Return the ``value`` of every rank, in rank order. The values must be JSON values."""
+    """Return the ``value`` of every rank, in rank order. ``value`` must be serializable as JSON."""
     if ctx.world_size == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -51,8 +51,8 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return the integers of all ranks, int64 ``[rank, index]``. Every rank must pass the same number of
-    integers."""
+    """Return the integers of all ranks as an int64 array ``[rank, index]``. Every rank must pass the same
+    number of integers."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
@@ -63,9 +63,9 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """Context manager: an error that one rank raises inside ends the block on all ranks, as described at
-    :func:`raise_on_all_ranks`. With ``name_ranks``, the message of a UserError begins with the numbers of the
-    ranks that raised it, unless all ranks did. The code inside must not communicate."""
+    """Context manager that raises an error of any rank on all ranks at the end of the block
+    (:func:`raise_on_all_ranks`). With ``name_ranks``, the message of a UserError begins with the numbers of
+    the ranks that raised it, unless all ranks did. The code in the block must not communicate."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised again
@@ -75,10 +75,10 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 
 
 def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, name_ranks: bool = True) -> None:
-    """Raise an error on all ranks if any rank passes one. If all passed errors are UserErrors, every rank
-    raises a UserError with the messages of the failed ranks. Any other error, such as a bug, is raised on its
-    own rank. The remaining ranks then raise PeerEndedError with its text, instead of waiting for a rank that
-    has ended."""
+    """Raise an error on all ranks if any rank passes an ``error``. If all passed errors are UserErrors, every
+    rank raises a UserError with the messages of the failed ranks. A rank that passes any other error, such as
+    a bug, raises that error. The remaining ranks then raise PeerEndedError with its text, instead of waiting
+    for the failed rank."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
@@ -100,8 +100,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, nam
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
     """Join the error messages of the ranks into one message. ``texts`` has an entry for each rank; None means
-    no error. Each message begins with the numbers of the ranks that have it. If there is only one message,
-    the numbers are left out if all ranks have it, or if ``name_ranks`` is False."""
+    no error. Each message begins with the numbers of the ranks that have it. If all messages are equal, the
+    numbers are left out when all ranks have the message or ``name_ranks`` is False."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
@@ -115,9 +115,9 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
-    """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return each rank's
-    result. The other ranks wait until the first ranks are done, without a time limit. All ranks must call
-    this. A UserError on any rank is raised on every rank."""
+    """Run ``make()`` on the first rank of each node, then on the node's other ranks, and return this rank's
+    result. The other ranks wait, without a time limit, until the first ranks of all nodes are done. All ranks
+    must call this. A UserError on any rank is raised on every rank."""
     if ctx.world_size == 1:
         return make()
     is_first = local_rank() == 0
@@ -129,8 +129,8 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
 
 
 def ranks_per_node(ctx: ParallelContext) -> int | None:
-    """Return the number of ranks on each node, from Paddle's launcher; None if it is not set or differs
-    between nodes."""
+    """Return the number of ranks on each node, as set by Paddle's launcher. Returns None if the number is not
+    set or differs between nodes."""
     sizes = np.unique(gather_numbers(ctx, [local_size()]))
     return int(sizes[0]) if len(sizes) == 1 and sizes[0] else None
 
@@ -140,8 +140,8 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
 
 
 def _make_with_heartbeats(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
-    """Run ``make`` (None: nothing) in a thread and return its result. Exchange heartbeats with the other
-    ranks until the ``make`` of every rank has ended."""
+    """Run ``make`` in a thread and return its result; if ``make`` is None, only wait. Until the ``make`` of
+    every rank has ended, exchange heartbeats with the other ranks."""
     with ThreadPoolExecutor(1, thread_name_prefix=_HELPER) as pool:
         future = pool.submit(make or (lambda: None))
         with RECORD.awaiting(_HELPER, polls=True):
@@ -158,7 +158,8 @@ def _done(future: Any) -> bool:
 
 
 def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
-    """Gather the array ``mine`` of every rank, all of the same length, as ``[rank, index]``."""
+    """Return the one-dimensional arrays ``mine`` of all ranks as one array ``[rank, index]``. All must have
+    the same length."""
     import paddle
     from paddle import distributed
 

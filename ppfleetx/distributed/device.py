@@ -1,7 +1,7 @@
 """Functions that depend on the kind of device: CPU, GPU, XPU or a plugin's device.
 
-A device has Paddle's name, such as ``npu:3``; its kind is the part before the colon. Every device except a
-CPU is called a *card*. The functions import Paddle only when they are called.
+Devices have Paddle's names, such as ``npu:3``. The kind of a device is the part before the colon. Every
+device except a CPU is called a *card*. This module imports Paddle only inside functions.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """On a plugin's device, make Paddle's errors say where they occurred. Without this, an error can consist
-    of only a number."""
+    """On a plugin's device, make Paddle's error messages say where the error occurred. By default, such a
+    message can consist of only a number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -50,14 +50,14 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager in which exported programs on a plugin's device wait for each operator before they
-    start the next."""
+    """Context manager in which an exported program on a plugin's device waits for each operator before it
+    starts the next. On other devices, nothing changes."""
     import paddle
 
     if kind_of(device) in (CPU, GPU, XPU):
         yield
         return
-    # Otherwise Paddle (3.3.1) reads loop conditions and frees copied memory too early on such a device.
+    # Paddle (3.3.1) reads loop conditions and frees copied memory too early on a plugin's device.
     before = paddle.get_flags("FLAGS_benchmark")
     paddle.set_flags({"FLAGS_benchmark": True})
     try:
@@ -79,7 +79,8 @@ def on_card() -> bool:
 
 
 def count(kind: str) -> int:
-    """Return how many devices of ``kind`` the installed Paddle sees; 0 if it does not support that kind."""
+    """Return how many devices of ``kind`` the installed Paddle sees. Returns 0 if Paddle does not support
+    that kind."""
     import paddle
     from paddle.base import core
 
@@ -91,7 +92,7 @@ def count(kind: str) -> int:
 
 
 def visible_cards(device: str) -> str:
-    """Return the environment variable that lists the cards Paddle's launcher may use, such as
+    """Return the name of the environment variable that lists the cards Paddle's launcher can use, such as
     ``CUDA_VISIBLE_DEVICES``."""
     kind = kind_of(device)
     return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
@@ -105,9 +106,9 @@ def cards_here() -> list[str]:
 
 
 def choose_device(wanted: str, place: str | None = None) -> str:
-    """Return the kind of device for a value of ``Global.device``, such as ``gpu`` for ``auto`` on a machine
-    with GPUs. ``place`` is where the value was set, for the error message. Raises ConfigError if the device
-    does not exist."""
+    """Return the kind of device for ``wanted``, a value of ``Global.device``: for example, ``gpu`` for
+    ``auto`` on a machine with GPUs. ``place`` is where the value was set, for the error message. Raises
+    ConfigError if the device does not exist."""
     import paddle
 
     cards = cards_here()
@@ -150,7 +151,7 @@ def place() -> Any:
 
 
 def generator() -> Any:
-    """Return the random generator from which operators on this process's device draw."""
+    """Return the random generator of this process's device."""
     from paddle.base import core
 
     here = place()
@@ -178,7 +179,8 @@ def total_memory() -> tuple[float, str] | None:
 
 
 def peak_memory() -> int:
-    """Return the peak size in bytes of this process's tensors: on its card, or in host memory on a CPU."""
+    """Return the peak memory, in bytes, of this process's tensors: on its card or, without a card, in host
+    memory."""
     import paddle
     from paddle.base import core
 
@@ -194,7 +196,7 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Return whether the device is a card that computes in the 16-bit type ``dtype``."""
+    """Return whether this process's device is a card that computes in ``dtype``, a 16-bit type."""
     import paddle
 
     if not on_card():
@@ -211,21 +213,22 @@ def has_kernels(dtype: str) -> bool:
 
 
 def groups_messages(device: str) -> bool:
-    """Return whether sends and receives with several ranks can be started as one batch, in which their order
-    does not matter. NCCL and the CPU process groups can do that."""
+    """Return whether sends and receives with several ranks can be started as one batch, so that their order
+    does not matter. NCCL and the CPU process groups support this."""
     return kind_of(device) in (CPU, GPU)
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """Return the backends under which Paddle registers the kernels that run on a device. For a plugin's
-    device these include ``CUSTOM``, for kernels that Paddle provides for all plugins."""
+    """Return the names of the backends under which Paddle registers the kernels of a device. A plugin's
+    device also has ``CUSTOM``, the backend of kernels that Paddle provides for all plugins."""
     kind = kind_of(device)
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
 @functools.cache
 def kernel_types(kernel: str, device: str) -> frozenset[str]:
-    """Return the element types of ``kernel`` for a device, in the installed Paddle and its plugins."""
+    """Return the element types that ``kernel`` supports on a device, in the installed Paddle and its
+    plugins."""
     from paddle.base import core
 
     keys = core._get_registered_phi_kernels("function").get(kernel, ())
@@ -233,8 +236,9 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
-    """Return whether ``x`` is float16 or bfloat16 and this process's device has no ``kernel`` for that type,
-    so that the caller must compute in float32. Always False while a program is traced for export."""
+    """Return whether this process's device lacks ``kernel`` for the element type of ``x``, so that the caller
+    must compute in float32. Only float16 and bfloat16 can lack a kernel. Always False while a program is
+    traced for export."""
     import paddle
 
     if x.dtype not in (paddle.float16, paddle.bfloat16) or not paddle.in_dynamic_mode():
@@ -247,7 +251,8 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return the operator ``name`` from the Python package of this device's plugin; None if it is missing."""
+    """Return the operator ``name`` from the Python package of this device's plugin. Returns None if the
+    package or the operator is missing."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -265,12 +270,13 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
 
 def moves_powers(device: str) -> bool:
     """Return whether AdamW's kernel moves its beta powers (``beta1**step`` and ``beta2**step``) from host
-    memory to the device. The kernels for CPUs and GPUs leave them on the host."""
+    memory to the device. The kernels for CPUs and GPUs leave the powers in host memory."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """Return the ``targets`` of ``paddle.profiler.Profiler``: the CPU and, for a card, its kind."""
+    """Return the ``targets`` of ``paddle.profiler.Profiler``: the CPU and, if ``device`` is a card, its
+    kind."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
@@ -278,8 +284,8 @@ def profiler_targets(device: str) -> list[Any]:
 
 
 def recorded_event() -> Any:
-    """Record an event on this process's card, after the work queued so far, and return it. Its method
-    ``query()`` returns whether that work is done."""
+    """Record an event on this process's card, and return it. The event's method ``query()`` returns whether
+    the card has done all work that was queued before the event."""
     import paddle
 
     event = paddle.device.Event()
@@ -288,8 +294,8 @@ def recorded_event() -> Any:
 
 
 def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Start copying ``array`` to this process's card, without waiting. Returns the new tensor, and its source
-    in host memory. The source must be kept alive until the copy is complete."""
+    """Start copying ``array`` to this process's card, without waiting. Returns the new tensor and the source
+    of the copy, a tensor in host memory. The caller must keep the source alive until the copy is complete."""
     import paddle
 
     # Paddle has pinned memory only for GPUs.
@@ -303,35 +309,37 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     """Queue a copy of a contiguous tensor to host memory and return the copy. The copy is valid only after
-    the card has completed the work queued so far."""
+    the card has completed the work that is queued now."""
     import paddle
 
-    # Paddle has pinned memory only for GPUs; for other cards, this call waits.
+    # Paddle has pinned memory only for GPUs. On other cards, the copy waits.
     on_gpu = isinstance(place(), paddle.CUDAPlace)
     return tensor._copy_to(paddle.CUDAPinnedPlace() if on_gpu else paddle.CPUPlace(), False)
 
 
 def join(device_place: Any) -> None:
-    """Select the process's card for the calling thread. A new thread must do this before its first CUDA
+    """Select this process's card for the calling thread. A new thread must do this before its first CUDA
     call."""
     from paddle.base import core
 
-    # Otherwise CUDA selects card 0, where every process would create a context of a few hundred MB.
+    # By default, CUDA selects card 0, where every process would create a context of a few hundred MB.
     if isinstance(device_place, core.CUDAPlace):
         core.set_cuda_current_device_id(device_place.get_device_id())
 
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-"""If this environment variable is "0", NVIDIA's libraries never use TF32, whatever a program requests."""
+"""Environment variable of NVIDIA's libraries. If it is "0", the libraries never use TF32, whatever a program
+requests."""
 
-# All Paddle versions since 2.0 have switches for cuBLAS and cuDNN. GPU builds that also have these flags
-# ignore the switches.
+# Since 2.0, Paddle has TF32 switches for cuBLAS and cuDNN. GPU builds that also have these flags ignore the
+# switches.
 _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Context manager that turns TF32 off, so that float32 matrix products have full precision."""
+    """Context manager that turns TF32 off, so that float32 matrix products have full precision. At the end,
+    it restores the previous settings."""
     import paddle
     from paddle.base import core
 
@@ -347,8 +355,8 @@ def exact_products() -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> str:
-    """Set whether cuBLAS and cuDNN may round float32 to TF32 from now on. Returns a line for the log that
-    says what is in effect."""
+    """Set whether cuBLAS and cuDNN may round float32 to TF32 from now on. Returns a log line with the setting
+    that is in effect, because ``NVIDIA_TF32_OVERRIDE`` overrides ``allowed``."""
     import paddle
     from paddle.base import core
 

@@ -1,5 +1,6 @@
-"""Copies between host and card that do not make the host wait for the card. All arrays of a micro batch are
-copied in one transfer."""
+"""Copies between host and card. On a GPU, the host waits for the card only in :func:`read` and in the
+functions that :func:`download` returns. All arrays of a micro batch are copied to the card in one
+transfer."""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ from ppfleetx.resilience.progress import PROGRESS
 _LOOKS_SECONDS = 1e-3  # polling interval for a card's progress
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""Running copies to the card as (event after the copy, source in host memory), oldest first. The source must
-stay alive until the copy is done."""
+"""Copies to the card that may still be running, as (event after the copy, source in host memory), oldest
+first. The source must stay alive until the copy is done."""
 _begun: deque[Any] = deque()
-"""Events at the start of micro batches that the card may not have reached, oldest first."""
+"""Events at the start of micro batches that the card may not have begun yet, oldest first."""
 
 
-# Not `paddle.to_tensor` on a card: it copies from pageable memory, and so waits for the card.
+# On a card, `paddle.to_tensor` would copy from pageable memory, and so wait for the card.
 def upload(array: np.ndarray) -> paddle.Tensor:
     return _queue(array) if on_card() else paddle.to_tensor(array)
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copy arrays to this process's device, and return the tensors by name. On a card this is one transfer,
-    and the tensors are parts of one buffer, unless ``FLAGS_use_stride_kernel`` is off."""
+    """Copy arrays to this process's device, and return the tensors by name. On a card, the arrays are copied
+    in one transfer, and the tensors are parts of one buffer, unless ``FLAGS_use_stride_kernel`` is off."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -51,8 +52,8 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """Wait until the device has computed a tensor, and return its contents (bfloat16 as uint16 bits).
-    Meanwhile, record progress for each micro batch that the card begins."""
+    """Wait until the device has computed ``tensor``, and return its contents as an array (bfloat16 as uint16
+    bits). Meanwhile, record progress for each micro batch that the card begins."""
     with RECORD.reading():
         while _begun:
             if _begun[0].query():
@@ -60,15 +61,14 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
                 PROGRESS.go_on()
             else:
                 time.sleep(_LOOKS_SECONDS)
-        # not Tensor.numpy, which also waits for the card's other streams
+        # Tensor.numpy would also wait for the card's other streams
         return download(tensor)()
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying a tensor to the host. Returns a function that waits for the copy and returns it as an
-    array (bfloat16 as uint16 bits). Any thread may call the function. The caller may overwrite the tensor at
-    once.
-    """
+    """Start copying ``tensor`` to the host. Returns a function that waits for the copy and returns it as an
+    array (bfloat16 as uint16 bits). Any thread can call that function. After this call, ``tensor`` may be
+    overwritten."""
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
@@ -98,7 +98,7 @@ def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
     """Return tensors with the names, element types and shapes of ``arrays``, as parts of the byte tensor
-    ``flat``. ``begins`` has the byte offset of each, by name."""
+    ``flat``. ``begins`` maps each name to the offset of its tensor in bytes."""
     # A view of a slice would be wrong: Paddle (3.3.1) misreads the slice's byte offset as an offset in
     # elements.
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}

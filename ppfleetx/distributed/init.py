@@ -1,5 +1,5 @@
-"""Start a process of a training job: choose its device, seed it, connect it through Paddle's fleet, and
-create its :class:`ParallelContext`."""
+"""Set up a process of a training job: choose its device, seed its random generators, connect it to the other
+processes through Paddle's fleet, and create its :class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
-    """Set Paddle's device, flags and seeds for a run, and connect to the other processes of the job. Raises
-    ConfigError if Paddle does not accept ``Global.device`` or ``Global.flags``."""
+    """Set Paddle's device, flags and seeds for a run, and connect to the other processes of the job. Returns
+    this process's context. Raises ConfigError if ``Global.device`` cannot be used, or if Paddle does not
+    accept ``Global.flags``."""
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
@@ -46,7 +47,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     return ctx
 
 
-# Original values of the flags that earlier runs in this process have set.
+# Original values of the Paddle flags that the latest run in this process has changed.
 _flags_before: dict[str, Any] = {}
 
 
@@ -76,7 +77,7 @@ def flags_of_run() -> dict[str, Any]:
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """Call ``fleet.init`` with the parallel degrees of ``plan``, and return this process's context. Raises
-    ConfigError if a CPU is used with Paddle's CUDA build."""
+    ConfigError if ``device`` is a CPU and Paddle is a CUDA build."""
     from paddle.distributed import fleet
 
     if not is_card(device):
@@ -91,7 +92,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
         RECORD.join_device = partial(join, place())
-    # Otherwise, fleet would keep the topology of an earlier plan in the same process, as in tests.
+    # Reset fleet's topology: tests start several plans in one process, and fleet would keep the first.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
     hcg = fleet.get_hybrid_communicate_group()
@@ -138,8 +139,8 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 
 def _check_layout(ctx: ParallelContext) -> None:
-    """Check that each process group of fleet contains the ranks that the plan expects. Data loading and
-    checkpoints rely on the plan."""
+    """Check that each process group of fleet contains the ranks that the plan assigns to it, because data
+    loading and checkpoints rely on the plan."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

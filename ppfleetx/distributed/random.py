@@ -1,9 +1,10 @@
 """Random numbers for dropout that depend on the training step, not on earlier random draws.
 
 The dropout masks of a layer are a function of (seed, step, micro batch, replica, layer number), so
-checkpoints do not need generator states for dropout. Activations that every tensor-parallel rank holds in
-full use the *default* stream of random numbers. Activations that are split between these ranks use the
-*sliced* stream, whose numbers depend on the tensor-parallel rank too.
+checkpoints do not need generator states for dropout. There are two streams of random numbers. Dropout uses
+the *default* stream for activations that every tensor-parallel rank holds in full. It uses the *sliced*
+stream, whose numbers also depend on the tensor-parallel rank, for activations that are split between these
+ranks.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ def seed_everything(seed: int) -> None:
 
 
 def register_sliced_stream(seed: int) -> None:
-    """Create the random generator of :func:`sliced_stream`, which fleet's tensor-parallel layers use too."""
+    """Create the random generator of :func:`sliced_stream`. Fleet's tensor-parallel layers also use this
+    generator."""
     tracker = stream_tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Context manager in which Paddle uses the *sliced* stream of random numbers. In a forward pass that
-    :class:`DropoutStreams` has seeded, each tensor-parallel rank draws different numbers from it."""
+    """Context manager in which Paddle draws from the *sliced* stream of random numbers. In a forward pass
+    that :class:`DropoutStreams` has seeded, each tensor-parallel rank draws different numbers."""
     return stream_tracker().rng_state(_sliced_name())
 
 
@@ -68,8 +70,8 @@ class DropoutStreams:
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Add a hook to each layer with dropout, which seeds the random generators at the start of its
-        forward pass. ``stages`` are pairs (index in the whole model, layer) of this rank."""
+        """Add a hook to each layer with dropout. The hook seeds the random generators at the start of the
+        layer's forward pass. ``stages`` are pairs (index in the whole model, layer) of this rank."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

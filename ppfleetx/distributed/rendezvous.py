@@ -23,8 +23,8 @@ from ppfleetx.utils.log import get_logger
 Address = tuple[str, int]
 
 MARGIN_SECONDS = 10.0
-"""Extra time that the other processes wait for the first process, which knows and reports which processes are
-missing."""
+"""Seconds that the other processes wait beyond the time limit, so that the first process, which knows which
+processes are missing, can report them."""
 _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
@@ -33,7 +33,8 @@ _SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no othe
 
 
 class RendezvousError(Exception):
-    """The processes of a job could not all connect. The attribute ``fix`` tells the user what to do."""
+    """Raised when the processes of a job could not all connect. The attribute ``fix`` tells the user what to
+    do."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
@@ -59,7 +60,7 @@ def meeting_point() -> Address:
 
 
 class JsonConnection:
-    """A TCP connection that carries JSON messages, one per line. One thread may receive while others send."""
+    """A TCP connection that carries JSON messages, one per line. One thread can receive while others send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._read = connection, bytearray()
@@ -89,7 +90,8 @@ class JsonConnection:
         self._read += data
 
     def buffered(self) -> Any:
-        """Return the next message if all of it has been read from the connection, or None."""
+        """Return the next message if it has been read completely, or None. Raises ConnectionAbortedError if
+        the message is not JSON."""
         line, end, rest = self._read.partition(b"\n")
         if not end:
             return None
@@ -106,13 +108,13 @@ class JsonConnection:
 
 @dataclass(frozen=True)
 class Member:
-    """The facts that a process announces about itself in the rendezvous.
+    """A process in the rendezvous, as it describes itself to the others.
 
     Attributes:
-        name: its name in messages.
-        number: its number in the job; 0 is the process that listens. None: numbers are assigned in the order
-            of arrival.
-        address: where other processes can connect to this one later; None if this process does not listen.
+        name: the process's name in log and error messages.
+        number: the process's number in the job; the process that listens is 0. With None, the process that
+            listens assigns the number, in the order of arrival.
+        address: the address on which the process accepts later connections; None if it accepts none.
     """
 
     name: str
@@ -125,9 +127,9 @@ class Members:
     """The result of the rendezvous: all processes of the job.
 
     Attributes:
-        number: number of this process.
+        number: the number of this process.
         names, addresses: names and addresses of all processes, by number.
-        lines: the open connections, by the number of the process at the other end.
+        lines: this process's open connections, by the number of the process at the other end.
     """
 
     number: int
@@ -141,7 +143,7 @@ class Members:
 
 
 class _Wait:
-    """The time limit of one wait. A long wait is logged once."""
+    """The time limit of one wait, in ``seconds`` from now. A wait of more than 10 seconds is logged once."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
@@ -154,7 +156,7 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return the number of seconds that the caller may sleep before it must call :meth:`is_over`
+        """Return the number of seconds that the caller can sleep before it must call :meth:`is_over`
         again."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
@@ -163,7 +165,7 @@ class _Wait:
 # -- the process that listens ---------------------------------------------------------------------
 
 
-# Not Paddle's TCPStore, which waits in C++ for missing ranks and cannot name them.
+# This does not use Paddle's TCPStore, which waits in C++ for missing ranks and cannot name them.
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the listening side of the rendezvous: listen on the port of the address ``point``, and wait at most
     ``seconds`` for the other processes. ``size`` is the number of all processes, and ``own`` describes this
@@ -241,8 +243,9 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: JsonConnection) -> bool:
-        """Read what has arrived on a connection. Returns False if the connection must be dropped because it
-        is not from a process of the job. Raises RendezvousError if a process that had connected has ended."""
+        """Read the data that has arrived on the connection ``line``. Returns False if the caller must close
+        the connection because it is not from a process of the job. Raises RendezvousError if an admitted
+        process has ended."""
         try:
             line.fill()
             said = line.buffered() if line in self._strangers else None
@@ -298,8 +301,9 @@ class _Reception:
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Run the connecting side of the rendezvous: connect to the first process at the address ``point``, and
-    wait until it reports that all processes have connected. The wait takes at most about ``seconds`` plus
-    :data:`MARGIN_SECONDS`. ``size`` is the number of all processes, and ``own`` describes this process.
+    wait until the first process reports that all processes have connected. The wait takes at most about
+    ``seconds`` plus :data:`MARGIN_SECONDS`. ``size`` is the number of all processes, and ``own`` describes
+    this process.
 
     Raises:
         RendezvousError: no valid answer arrives, or the first process reports an error.

@@ -31,9 +31,9 @@ TITLE = "Megatron"
 _DEEPSPEED = "deepspeed_config"
 _FILE = read_file("megatron")
 FLAGS = frozenset(_FILE["flags"].split())
-"""Options without a value, which are true if given."""
+"""Names of flags, which take no value and are true if given."""
 MANY = frozenset(_FILE["many"].split())
-"""Options that take all values up to the next option."""
+"""Names of options that take a list: all words up to the next option."""
 TABLES = tables_of(_FILE, {"deepspeed": f"{_DEEPSPEED}."})
 ALL_KEYS = KeyTable([key for keys in TABLES.values() for key in keys], normal_name)
 OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepspeed" for key in keys)
@@ -61,17 +61,18 @@ RULES: tuple[Rule, ...] = (
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``. If
-    ``world_size`` is None, the number of processes is taken from the launcher's options or environment
-    variables."""
+    """Translate a Megatron command line, with or without a launcher before ``pretrain_gpt.py``.
+    ``world_size`` is the number of processes; if it is None, the launcher's options or environment variables
+    give the number."""
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
 
 
 def of_given(given: Iterable[UserOption], place: str, world_size: int | None) -> Translation:
-    """Translate parsed Megatron arguments. If they name a DeepSpeed configuration (``deepspeed_config``), the
-    options in that file are translated too."""
+    """Translate parsed Megatron arguments. If the arguments name a DeepSpeed configuration file
+    (``deepspeed_config``), the options in that file are translated too. ``place`` is the file or command line
+    of the arguments, for messages."""
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:

@@ -1,6 +1,5 @@
-"""The rule that translates the mixture-of-experts arguments of Megatron-LM and of Megatron-DeepSpeed, whose
-names and defaults differ.
-"""
+"""The translation rule for mixture-of-experts arguments, whose names and defaults differ between Megatron-LM
+and Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -69,9 +68,8 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
 
 
 def _expert_layers(run: Translation, total: int) -> list[int]:
-    """Read ``moe_layer_freq`` as a list with 1 for each layer with experts and 0 for each dense layer. A
-    number n means every n-th layer, from layer 0 on.
-    """
+    """Return a list with 1 for each layer with experts and 0 for each dense layer, as ``moe_layer_freq``
+    describes. If this option is a number n, every n-th layer has experts, beginning with layer 0."""
     value = run.value("moe_layer_freq", 1)
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
@@ -90,7 +88,8 @@ def _expert_layers(run: Translation, total: int) -> list[int]:
 
 
 def _list_of(node: ast.expr) -> list[int]:
-    """Evaluate a sum of repeated lists such as ``[0]*1+[1]*26``. Raises ValueError for anything else."""
+    """Evaluate a sum of repeated lists such as ``[0]*1+[1]*26``. Raises ValueError for any other
+    expression."""
     match node:
         case ast.List(elts=elements):
             return [_number_of(element) for element in elements]

@@ -1,5 +1,5 @@
-"""Arguments of ``pretrain_gpt.py`` for five sizes of GPT-2, as in the scripts of a Megatron-DeepSpeed port.
-Every size trains on eight devices."""
+"""Arguments of ``pretrain_gpt.py`` for five GPT-2 configurations, as in the scripts of a Megatron-DeepSpeed
+port. Each configuration trains on eight devices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """One model size: parallel degrees, network, batch sizes and learning rate. All sizes train in float16
-    without dropout."""
+    """A configuration of GPT-2: parallel degrees, network, batch sizes and learning rate. All configurations
+    train in float16 without dropout."""
 
     tensor: int
     pipeline: int
@@ -61,7 +61,8 @@ class Request:
 
 
 def request_of(argv: Sequence[str]) -> Request:
-    """Parse a GPT-2 training script's arguments, ``--name=value``. Raises ConfigError for a wrong one."""
+    """Parse the arguments of a GPT-2 training script, which have the form ``--name=value``. Raises
+    ConfigError if an argument is invalid."""
     own = {"data_path": "./data", "model_size": DEFAULT_SIZE, "train_iters": str(DEFAULT_STEPS)}
     more = []
     for number, word in enumerate(argv, start=1):
@@ -82,8 +83,8 @@ def request_of(argv: Sequence[str]) -> Request:
 
 
 def arguments_of(request: Request, *, evaluates: bool) -> list[str]:
-    """Return the command line of ``pretrain_gpt.py`` for a parsed request. If ``evaluates`` is True, the run
-    is evaluated every 1000 steps, or at its end if it is shorter. Otherwise it is never evaluated."""
+    """Return the arguments of ``pretrain_gpt.py`` for ``request``. With ``evaluates``, the run is evaluated
+    every 1000 steps, or at its end if it is shorter. Otherwise, it is never evaluated."""
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
     values = {

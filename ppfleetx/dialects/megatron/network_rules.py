@@ -1,4 +1,4 @@
-"""Rules that translate Megatron arguments which depend on each other: the network, its vocabulary and its
+"""Translation rules for Megatron arguments that depend on each other: the network, its vocabulary and its
 data. The rules for training are in :mod:`ppfleetx.dialects.megatron.training_rules`."""
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Translate Megatron's options for multi-head latent attention. As in DeepSeek, its rotary embedding
-    rotates pairs of neighboring features."""
+    """Translate Megatron's options for multi-head latent attention. The rotary embedding of latent attention
+    rotates pairs of neighboring features, as in DeepSeek."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
         raise run.error(name, "needs qk_layernorm: compressed vectors are always normalized")
@@ -196,8 +196,8 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[UserOption],
 
 
 def data(run: Translation) -> None:
-    """Translate Megatron's options for data: the corpora, their weights and splits, the length of samples,
-    the masks, and the number of evaluation batches."""
+    """Translate Megatron's options for data: the corpora, their weights and splits, the sequence length, the
+    attention and loss masks, and the number of evaluation batches."""
     evaluates = run.integer("eval_iters", 100, least=0) > 0
     single = "data_path" in run
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in run]
@@ -239,11 +239,12 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 
 
 def _evaluation_share(split: str) -> float:
-    """Return the second number of Megatron's ``split``, which is the share of the evaluation data."""
+    """Return the share of the evaluation data, which is the second number of Megatron's ``split``. Returns
+    1.0 if ``split`` is invalid."""
     try:
         return (*split_shares(split), 0.0, 0.0)[1]
     except ValueError:
-        return 1.0  # not a list of numbers: the loader refuses it later, and names the same place
+        return 1.0  # the configuration loader reports an invalid split later
 
 
 def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None]:
@@ -261,14 +262,14 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
 
 
 def highest_id(file: Path, one: UserOption) -> int:
-    """Return the highest token id in a ``vocab.json`` or ``tokenizer.json``. ``one`` is the user's option
-    that names the file, for error messages."""
+    """Return the highest token id in ``file``, which is a ``vocab.json`` or a ``tokenizer.json``. ``one`` is
+    the user's option that names the file, for error messages."""
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:
         rule = f"cannot be read: {problem.strerror}; the size of the vocabulary is in it (or --vocab-size)"
         raise ConfigError(f"{file} {rule}", key=one.key, place=one.place) from None
-    except (ValueError, TypeError, KeyError, RecursionError):  # JSON of another shape
+    except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, or JSON of another shape
         ids = []
     if not ids or not all(type(number) is int and 0 <= number < 2**31 for number in ids):
         rule = "is not a vocabulary in JSON: a mapping of tokens to their ids"
@@ -280,7 +281,7 @@ def _ids(read: Any) -> list[Any]:
     if not isinstance(read, dict) or not isinstance(read.get("model"), dict):
         return list(read.values()) if isinstance(read, dict) else []
     words, added = read["model"].get("vocab", {}), read.get("added_tokens") or []
-    # A unigram model has a list; the index is the id.
+    # The vocabulary of a unigram model is a list, in which a token's index is its id.
     return [
         *(words.values() if isinstance(words, dict) else range(len(words))),
         *(one["id"] for one in added),

@@ -1,6 +1,5 @@
-"""Rules that translate Megatron arguments which depend on each other: parallel degrees, pipeline stages,
-sharding and activation recomputation.
-"""
+"""Translation rules for Megatron arguments that depend on each other: parallel degrees, pipeline stages,
+sharding and activation recomputation."""
 
 from __future__ import annotations
 
@@ -242,9 +241,8 @@ def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _listed(run: Translation) -> None:
-    """Translate lists with the number of layers to recompute in each pipeline chunk: ``recompute`` (whole
-    layers) and ``select_recompute`` (only attention).
-    """
+    """Translate ``recompute`` (whole layers) and ``select_recompute`` (only attention) if they are lists.
+    Such a list has the number of layers to recompute in each pipeline chunk."""
     found = {}
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):
@@ -266,8 +264,8 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """Return the number of layers of each pipeline chunk, in model order, from the values translated so
-    far."""
+    """Return the number of layers of each pipeline chunk, in model order. The sizes follow from the keys of
+    ppfleetx that have been translated so far."""
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -283,8 +281,8 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """Return the indices, counted from 0, of the layers to recompute: the first ``counts[i]`` layers of each
-    pipeline chunk i."""
+    """Return the indices, from 0, of the layers to recompute: the first ``counts[i]`` layers of each pipeline
+    chunk i."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))
@@ -300,8 +298,8 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """Read the option ``name`` as a list of lists of numbers. It may also be a single list, or a text such as
-    ``[4,4],[4,2]``. Returns None if the option is not given."""
+    """Return the value of the option ``name`` as a list of lists of numbers. The value can also be a single
+    list, a number, or a string such as ``[4,4],[4,2]``. Returns None if the option is not given."""
     if name not in run:
         return None
     value = run.value(name)

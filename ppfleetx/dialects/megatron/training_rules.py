@@ -1,6 +1,5 @@
-"""Rules that translate Megatron arguments which depend on each other: batches, precision, optimizer,
-schedule, checkpoints, logs and others.
-"""
+"""Translation rules for Megatron arguments that depend on each other: batches, precision, optimizer,
+schedule, checkpoints, logs and others."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs(run: Translation, *, callback: str, interval: int) -> None:
-    """Turn on log lines in the toolkit's own format, written by ``callback``. ``interval`` is the toolkit's
-    default of ``log_interval``."""
+    """Translate the logging interval, and add ``callback``, which logs in the toolkit's own format.
+    ``interval`` is the toolkit's default interval in steps. Also translate the number of data workers for
+    evaluation."""
     run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
     run.put("Engine.callbacks", ["default", callback], why="its own log lines beside ours")
     workers = run.integer("num_workers", least=0)
@@ -36,8 +36,9 @@ def logs(run: Translation, *, callback: str, interval: int) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Translate ``train_samples``, the length of the run in samples, to steps. Add a note if Megatron would
-    average the loss of a step differently."""
+    """Translate ``train_samples``, the length of the run in samples, to steps. Without
+    ``calculate_per_token_loss``, add a note, because Megatron then averages the loss of a step
+    differently."""
     if not run.flag("calculate_per_token_loss", False):
         run.notes.append(
             "a step's loss is the mean over all its tokens; without --calculate-per-token-loss Megatron "
@@ -55,8 +56,8 @@ def batches(run: Translation) -> None:
 
 
 def _ramp(run: Translation) -> BatchPlan:
-    """Translate ``rampup_batch_size``, a batch size that grows during training. Returns the batch sizes. The
-    configuration checks later whether they suit ranks and micro batches."""
+    """Translate ``rampup_batch_size``, and return the plan of a batch size that grows during training. The
+    configuration loader checks later whether the sizes are divisible among ranks and micro batches."""
     numbers, size = run.value(_RAMP), run.integer("global_batch_size")
     if (
         not isinstance(numbers, list)
@@ -70,7 +71,7 @@ def _ramp(run: Translation) -> BatchPlan:
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
     """Return the value of the option ``name``, converted from samples to steps. Raises ConfigError if the
-    value is below ``least``, a minimum in steps."""
+    value is below ``least`` steps, or if there is no ``global_batch_size``."""
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(
@@ -80,8 +81,7 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
 
 
 def lengths(run: Translation) -> None:
-    """Translate DeepSpeed's options for curriculum learning, in which sequences become longer during
-    training."""
+    """Translate DeepSpeed's curriculum learning, in which sequences become longer during training."""
     if not run.flag(f"{_CURRICULUM}.enabled", False):
         return
     kind, schedule, least, most, steps, unit = names = tuple(
@@ -143,8 +143,8 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """Set ``Global.device`` if ``device_target`` or ``distributed_backend`` names the device, as in
-    Megatron's ports to Ascend NPUs."""
+    """Set ``Global.device`` if ``device_target`` or ``distributed_backend`` names the device. These options
+    exist in Megatron's ports to Ascend NPUs."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:
@@ -223,8 +223,8 @@ def schedule(run: Translation) -> None:
 
 
 def _in_samples(run: Translation) -> None:
-    """Translate the lengths of the learning-rate schedule for a batch size that grows. They stay numbers of
-    samples."""
+    """Translate the learning-rate schedule of a run whose batch size grows. The lengths of the schedule stay
+    in samples."""
     prefix = "Optimizer.lr"
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"):
         if run.value(name):
@@ -263,13 +263,13 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[UserOption, .
         return
     length = (run.native.get("Optimizer.lr.decay_steps") or run.native["Engine.max_steps"]).value
     if type(length) is not int or length < 1:
-        return  # the configuration refuses this type later
+        return  # the configuration loader reports a wrong type later
     run.put("Optimizer.lr.warmup_rate", steps / length, *origins, why=f"{steps:.2f} steps")
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate Megatron's options that say where and when to save checkpoints, and which checkpoint to start
-    from."""
+    """Translate Megatron's options for checkpoints: where and when to save them, and which checkpoint to
+    start from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")

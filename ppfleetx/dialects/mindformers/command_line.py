@@ -1,4 +1,4 @@
-"""Read the command line of ``run_mindformer.py``: a YAML file with its base files, flags and
+"""Read the command line of ``run_mindformer.py``: a YAML file and its base files, flags, and
 ``--options``."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CommandLine:
     Attributes:
         tree: the configuration, with all flags and ``--options`` applied.
         path: the file that ``--config`` names.
-        checks: whether ``--check`` was given, which prints a report and runs nothing.
+        checks: whether ``--check`` was given. The program then prints a report and runs nothing.
         unused: flags that were given but have no meaning in ppfleetx.
     """
 
@@ -123,7 +123,7 @@ def _put_flags(tree: Node, given: dict[str, UserOption], keys: dict[str, str]) -
 
 
 def _options(one: UserOption | None) -> list[str]:
-    """Return the strings ``key=value`` of ``--options a=1 b=2`` or ``--options=a=1``."""
+    """Return the assignments ``key=value`` in ``--options a=1 b=2`` or ``--options=a=1``."""
     if one is None:
         return []
     return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
@@ -135,12 +135,12 @@ def usage() -> str:
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """Read a configuration file and the files in its ``base_config``, as in MindFormers v0.3. The file
-    overrides its base files.
+    """Read a configuration file and the files in its ``base_config``, as in MindFormers v0.3. Values in the
+    file override values in its base files. Raises ConfigError if the files include each other.
 
     Args:
         chain: paths of the files that include this one, to find cycles.
-        entry: the key, value and place that named the file, for error messages.
+        entry: the key, value and place at which this file is named, for error messages.
     """
     here = os.path.realpath(path)
     if here in chain:
@@ -157,7 +157,8 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Split an argument ``a.b=c`` of ``--options`` into the key's parts and the value, parsed as YAML."""
+    """Split ``text``, an argument ``a.b=c`` of ``--options``, into the parts of the key and the value, parsed
+    as YAML."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)

@@ -1,6 +1,5 @@
-"""Translation of MindFormers: the command line of ``run_mindformer.py``, its YAML files, and rules for keys
-that depend on each other.
-"""
+"""Translation of MindFormers: the command line of ``run_mindformer.py`` and its YAML files. The rules
+translate keys that depend on each other."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def run_mode(run: Translation) -> str:
 
 def device(run: Translation) -> None:
     """Translate the options for the device, its memory limit, and the data types of computation, softmax and
-    weights. Without ``compute_dtype``, float16 is assumed, as in MindFormers."""
+    weights. The default of ``compute_dtype`` is float16, as in MindFormers."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = device_for_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
@@ -210,7 +209,8 @@ def _uneven_stages(run: Translation, stages: int) -> None:
 
 
 def batch(run: Translation) -> None:
-    """Translate MindFormers' micro batch size and number of micro batches."""
+    """Translate the micro batch size and the number of micro batches. Without pipeline stages, a step has one
+    micro batch, as in MindFormers."""
     size = run.integer("runner_config.batch_size", 1, least=1)
     parts = run.integer("parallel_config.micro_batch_num", 1, least=1)
     in_stages = (
@@ -245,8 +245,8 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Translate the options for the MLP width and the sequence length. Also set what is the same in every
-    GPT-2 of MindFormers, such as learned positions."""
+    """Translate the options for the MLP width and the sequence length. Also set the options that are the same
+    for every GPT-2 of MindFormers, such as learned positions."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = run.first(f"{_MODEL}.embedding_size", f"{_MODEL}.hidden_size")
@@ -261,7 +261,7 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the options for the data that the run mode needs, and choose the task."""
+    """Translate the options for the data of the run mode, and choose the task that the run mode needs."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
@@ -308,8 +308,8 @@ def _evaluation(run: Translation) -> None:
 
 
 def checkpoint(run: Translation) -> None:
-    """Translate the options that name a checkpoint. Depending on the run mode, the run resumes from it,
-    starts from its weights, or evaluates or generates with it."""
+    """Translate the options that name a checkpoint. Depending on the run mode, the run resumes from the
+    checkpoint, starts from its weights, or evaluates or generates with it."""
     mode = run_mode(run)
     key, path = _given_checkpoint(run)
     resumes = run.flag("resume_training")
@@ -338,7 +338,7 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the options for the length of the run in epochs and for the learning-rate schedule."""
+    """Translate the length of the run in epochs and the learning-rate schedule."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -405,12 +405,13 @@ def generation(run: Translation) -> None:
 
 
 def _new_tokens(run: Translation) -> None:
-    """Set the limit on new tokens from ``max_decode_length``, which in MindFormers includes the prompt."""
+    """Set the maximum number of new tokens from ``max_decode_length``, which includes the prompt in
+    MindFormers."""
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:
         return
-    # The length of the prompt, which the limit includes, is not known yet.
+    # The limit includes the prompt, whose length is not known yet.
     if most < positions:
         run.put("Generation.max_dec_len", most, key, why="run_mindformer.py counts the prompt")
         return
@@ -444,7 +445,7 @@ class MindFormersRun:
     """The translated command line of ``run_mindformer.py``.
 
     Attributes:
-        translation: the configuration.
+        translation: the translated configuration.
         mode: the run mode: train, finetune, eval or predict.
         checks: whether to print a report and run nothing (``--check``).
     """

@@ -1,6 +1,5 @@
-"""Convert the arguments of MindFormers' ``run_distribute.sh``, which are a rank table and a range of devices,
-to arguments of Paddle's launcher.
-"""
+"""Convert the arguments of MindFormers' ``run_distribute.sh``, such as a rank table and a range of devices,
+to arguments of Paddle's launcher."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """Return the IP address under which other hosts can probably reach this host. Raises ConfigError if no
+    """Return an IP address at which other hosts can probably reach this host. Raises ConfigError if no
     address is found."""
     found = []
     with contextlib.suppress(OSError):
@@ -119,7 +118,7 @@ def table_of_host(devices: Sequence[int], address: str) -> RankTable:
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """Merge the rank tables of several hosts in the given order. Ranks are renumbered from 0."""
+    """Merge the rank tables of several hosts, in the order of ``tables``. Ranks are renumbered from 0."""
     servers = [server.model_copy(deep=True) for table in tables for server in table.server_list]
     _refuse_twice("server_id", [server.server_id for server in servers], "the tables")
     ranked = (device for server in servers for device in sorted(server.device, key=lambda one: one.rank_id))
@@ -129,7 +128,7 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a rank table to the file ``path``. Raises ConfigError if the file exists with other contents."""
+    """Write ``table`` to the file ``path``. Raises ConfigError if the file exists with other contents."""
     text = table.model_dump_json(indent=4)
     with writing(None, path):
         if not path.exists():
@@ -161,7 +160,7 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Convert the arguments of ``run_distribute.sh`` to the processes to start on this host."""
+    """Return the processes to start on this host for the arguments of ``run_distribute.sh``."""
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
     config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - resolves `..` but not links
@@ -190,7 +189,8 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Parse a range of devices, ``[a,b]`` or ``[a,b)``, to (a, b). Both forms exclude device b."""
+    """Parse a range of devices, ``[a,b]`` or ``[a,b)``, and return (a, b). In both forms, the range ends
+    before device b."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)
@@ -209,9 +209,9 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """Find the host in the rank table whose ranks are exactly ``ranks``. In a table with one host, ``ranks``
-    are device numbers instead. Returns (index of the host, host).
-    """
+    """Return (index, host) of the host in the rank table whose ranks are exactly ``ranks``. If the table has
+    only one host, ``ranks`` are device numbers instead. ``text`` is the range as the user wrote it, for error
+    messages."""
     servers = table.server_list
     if len(servers) == 1:
         known = {device.device_id for device in servers[0].device}

@@ -1,6 +1,5 @@
-"""Translation of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, and Megatron arguments that follow
-it on the command line.
-"""
+"""Translation of MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, and Megatron arguments after it on
+the command line."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ _SECTIONS = {
     "dataset_config": "data",
     "optimizer_config": "optimizer training parallelism others",
     "parallel_config": "parallelism recomputation",
-}  # section -> the Megatron tables whose keys it may contain
-# Sections may be inside these blocks, or at the top level.
+}  # section -> the Megatron tables whose keys it can contain
+# Sections can be inside these blocks, or at the top level.
 _PREFIXES = ("train_config.ms_training_config.", "train_config.")
 
 
@@ -56,8 +55,8 @@ ALIASES: dict[str, str] = {
 
 
 def plain(name: str) -> str:
-    """Remove the block ``train_config`` from a dotted option name of MindSpeed-Core-MS:
-    ``train_config.SECTION.KEY`` becomes ``SECTION.KEY``, and ``train_config.KEY`` becomes
+    """Remove the block ``train_config``, or ``train_config.ms_training_config``, from a dotted option name of
+    MindSpeed-Core-MS. ``train_config.SECTION.KEY`` becomes ``SECTION.KEY``, and ``train_config.KEY`` becomes
     ``training_config.KEY``."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
@@ -67,8 +66,8 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """A key table with the options of MindSpeed-Core-MS and of Megatron. An option in a section of the file
-    has its MindSpeed-Core-MS name. An option outside the sections has Megatron's name."""
+    """A key table with the options of MindSpeed-Core-MS and of Megatron. Options in a section of the file
+    have their MindSpeed-Core-MS names. Options outside the sections have Megatron's names."""
 
     _names = (*_OWN_NAMES, *ALIASES)
 
@@ -89,8 +88,9 @@ TABLE = _Names([*OWN, *ALL_KEYS.keys])
 
 
 def documented() -> dict[str, KeyTable]:
-    """Return the key tables for the documentation page, one for each section of the YAML file. They have
-    Megatron's options under their MindSpeed-Core-MS names, and options that only MindSpeed-Core-MS has."""
+    """Return the key tables of the documentation page, one for each section of the YAML file. They contain
+    Megatron's options under their MindSpeed-Core-MS names, and the options that only MindSpeed-Core-MS
+    has."""
     groups: dict[str, list[Key]] = {}
     for key in [*(replace(ALL_KEYS.find(theirs), name=name) for name, theirs in ALIASES.items()), *OWN]:
         groups.setdefault(key.name.split(".")[0], []).append(key)
@@ -137,7 +137,7 @@ def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_two_answers(given: Sequence[UserOption]) -> None:
-    """Raise ConfigError if the file gives an option two different values, under two names of the option."""
+    """Raise ConfigError if the file sets an option to different values under two of its names."""
     seen: dict[str, UserOption] = {}
     for one in given:
         if one.value is None:
@@ -150,7 +150,8 @@ def _refuse_two_answers(given: Sequence[UserOption]) -> None:
 
 
 def _without_empty_text(one: UserOption) -> UserOption:
-    """Replace an empty string, which the toolkit's files use for paths that are not set, by None."""
+    """Return ``one`` with the value None if its value is an empty string. The toolkit's files have empty
+    strings for paths that are not set."""
     return replace(one, value=None) if isinstance(one.value, str) and not one.value.strip() else one
 
 
@@ -223,9 +224,9 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """Translate the options that say where and how often checkpoints are saved. With ``resume_training``, the
-    run resumes from ``load`` or, if that is not given, from the directory of its own checkpoints. Otherwise
-    ``load`` only provides the initial weights."""
+    """Translate the options for checkpoints: where and how often to save them, and which checkpoint to start
+    from. With ``resume_training``, the run resumes from ``load`` or, without ``load``, from its output
+    directory ``save``. Without ``resume_training``, the run only takes its initial weights from ``load``."""
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

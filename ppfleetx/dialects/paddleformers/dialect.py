@@ -1,6 +1,5 @@
-"""Translation of PaddleNLP and PaddleFormers: the YAML or JSON file, or the command line, of their
-pretraining programs.
-"""
+"""Translation of PaddleNLP and PaddleFormers: the command line of their pretraining programs, or a YAML or
+JSON file."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_e
 
 
 def network(run: Translation) -> None:
-    """Translate the network that the model's ``config.json`` describes (a GPT-2 or a Llama)."""
+    """Translate the network that the model's ``config.json`` describes. Raises ConfigError unless it is a
+    GPT-2 or a Llama."""
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
@@ -76,7 +76,7 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """Translate the update rate of the router's load-balancing bias, if the network has one."""
+    """Translate the update rate of the router's load-balancing bias, if the network has such a bias."""
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
@@ -88,7 +88,7 @@ def _unless(run: Translation, key: str, value: float, *names: str) -> None:
 
 
 _arguments = partial(given_arguments, flags=(), known=())
-"""Reads command-line arguments. Every option without a value is a flag."""
+"""Read command-line arguments. Every option without a value is a flag."""
 
 
 def plan(run: Translation) -> None:
@@ -222,7 +222,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate the options that say when to save checkpoints, and which checkpoint to start from."""
+    """Translate the options for checkpoints: when to save them, and which checkpoint to start from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
@@ -259,7 +259,7 @@ def recomputation(run: Translation) -> None:
 
 
 def profile(run: Translation) -> None:
-    """Translate the steps to profile, which count only with ``profile``."""
+    """Translate the steps to profile. They have no effect without ``profile``."""
     if run.flag("profile", False):
         profiler(run)
 
@@ -290,8 +290,8 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """Translate a PaddleFormers command line, which names a file or has the options itself. A launcher and a
-    program before them are stripped."""
+    """Translate a PaddleFormers command line, which either names a file or contains the options. A launcher
+    and a program at the beginning are removed."""
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]

@@ -28,7 +28,7 @@ _DTYPES = {
     paddle.complex128: np.complex128,
 }
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_NO_DTYPE = 255  # of operations without a tensor (barrier)
+_NO_DTYPE = 255  # the code of operations without a tensor, such as barrier
 
 SUM, MAX, MIN, PRODUCT = range(4)  # values of paddle.base.core.ReduceOp, without AVG, which is unused
 _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
@@ -36,7 +36,7 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
     """Return a flat NumPy array that shares the tensor's memory; bfloat16 becomes uint16. Raises CommError if
-    the tensor is not contiguous or its element type cannot be communicated."""
+    the tensor is not contiguous, or if its element type is not supported."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"tensors of {tensor.dtype} cannot be communicated")
@@ -51,10 +51,10 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 class TensorMemory:
     """The memory of the tensors that one collective reads and writes, as NumPy arrays. For a strided tensor,
-    the array is a copy. :meth:`finish` must be called when the results are in the arrays; it writes copied
-    results back. ``code`` says which element type the tensors have (:data:`DTYPE_CODES`)."""
+    the array is a contiguous copy. When the arrays contain the results, call :meth:`finish`, which writes the
+    copies back to the tensors. ``code`` is the tensors' element type (:data:`DTYPE_CODES`)."""
 
-    # Tests set this to False, so that strided tensors raise CommError, as NCCL refuses them on a GPU.
+    # Tests set this to False. Strided tensors then raise CommError, because NCCL does not accept them either.
     takes_strided = True
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class TensorMemory:
             raise CommError(
                 f"a strided tensor of shape {list(tensor.shape)} cannot be communicated: NCCL refuses it"
             )
-        # Not Tensor.contiguous(), which would move the tensor itself to new memory, away from its base
-        # tensor.
+        # Tensor.contiguous() would move the tensor itself to new memory. It would no longer be a view of its
+        # base tensor.
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Return a flat array into which a collective writes its result for ``tensor``. At first, it has the
-        tensor's contents. Call :meth:`finish` when the result is complete."""
+        """Return a flat array into which a collective writes its result for ``tensor``. Initially, the array
+        has the contents of ``tensor``. Call :meth:`finish` when the result is complete."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))
@@ -102,7 +102,7 @@ def byte_view(array: np.ndarray) -> memoryview:
 
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce the arrays in the list ``parts`` elementwise into ``out``, in the order of the list. ``out`` may
+    """Reduce the arrays in the list ``parts`` elementwise into ``out``, in the order of the list. ``out`` can
     be one of these arrays. 16-bit floats are accumulated in float32.
 
     Args:

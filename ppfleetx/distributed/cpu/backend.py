@@ -1,5 +1,5 @@
-"""Process groups for Paddle's CPU build, for development and continuous integration. fleet's tensor-parallel
-and pipeline-parallel code runs on them unmodified.
+"""Process groups for Paddle's CPU build, for development and continuous integration. Fleet's tensor-parallel
+and pipeline-parallel code runs on these groups unmodified.
 
 ``docs/cpu_backend.md`` lists the guarantees. ``patches.py`` lists every attribute of Paddle that is replaced.
 """
@@ -24,8 +24,9 @@ _groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
-    """Make Paddle create the process groups of this module instead of Paddle's own. Call it before
-    ``fleet.init``. With a CUDA build of Paddle, this replaces nothing and returns False."""
+    """Make Paddle create the process groups of this module instead of its own. Call this before
+    ``fleet.init``. With a CUDA build of Paddle, this replaces nothing and returns False; otherwise it returns
+    True."""
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # the launcher's default without GPUs
@@ -69,14 +70,15 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Tell the other ranks that this rank ends. Python calls this at exit, but ``os._exit`` does not."""
+    """Tell the other ranks that this rank ends. Python does this at exit, but not if the process ends with
+    ``os._exit``."""
     if _mesh is not None:
         _mesh.close()
 
 
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """Create a process group of CPU tensors, in place of Paddle's ``ProcessGroupGloo.create``. The first call
-    connects the ranks of the job, so all ranks must make the first call together."""
+    also connects the ranks of the job, so all ranks must make their first call together."""
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()

@@ -105,7 +105,7 @@ class CpuProcessGroup:
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
         """Gather the ``tensor`` of every member into ``out``, in rank order. The arguments are (out, tensor,
-        sync_op) or, as in Paddle's older interface, (tensor, out)."""
+        sync_op) or, in Paddle's older interface, (tensor, out)."""
         # Paddle's older interface
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
@@ -153,7 +153,7 @@ class CpuProcessGroup:
     def _steps_of_root(
         self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
     ) -> Callable[[int, Signature], Steps]:
-        """Return the function that runs this member's part of a collective in which only ``root`` sends. The
+        """Return a function that runs this member's part of a collective in which only ``root`` sends. The
         root sends ``outgoing[m]`` to each other member m. The others receive into ``incoming[root]``."""
         if self._rank == root:
             return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
@@ -179,9 +179,9 @@ class CpuProcessGroup:
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Send ``tensors[i]`` from member ``src`` to member i, which receives it in ``out``. A single tensor
-        is cut into equal parts. The arguments are (out, tensors, src, sync_op) or, as in Paddle's older
-        interface, (tensors, out, src)."""
+        """Send ``tensors[i]`` from member ``src`` to ``out`` of member i. A single tensor is cut into equal
+        parts. The arguments are (out, tensors, src, sync_op) or, in Paddle's older interface, (tensors, out,
+        src)."""
         # Paddle's older interface
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
@@ -326,8 +326,8 @@ class CpuProcessGroup:
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Wait for the sends and receives since ``_start_coalescing``. Paddle calls ``_start_coalescing``
-        before a batch of sends and receives, and this method after it."""
+        """Wait for the sends and receives since the last call of ``_start_coalescing``. Paddle calls
+        ``_start_coalescing`` before a batch of sends and receives, and this method after it."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
@@ -354,8 +354,9 @@ class CpuProcessGroup:
         root: int = -1,
         takes_memory: bool = False,
     ) -> Operation:
-        """Start a collective, and wait for it if ``sync``. All members must pass the same ``name``,
-        ``nbytes`` and ``root``, and tensors of the same type; a difference is detected as an error."""
+        """Start the collective that ``steps`` runs, and wait for it if ``sync``. All members must pass the
+        same ``name``, ``nbytes`` and ``root``, and tensors of the same type. Otherwise, the collective fails
+        with OutOfStepError."""
         with self._lock:
             number = self._number
             self._number += 1
@@ -408,8 +409,8 @@ class CpuProcessGroup:
         op: int,
         memory: TensorMemory,
     ) -> Steps:
-        """Run a reduce-scatter: send ``pieces[m]`` to each member m, and reduce the pieces that all members
-        have for this member into ``out``."""
+        """Run a reduce-scatter: send ``pieces[m]`` to each member m, receive this member's piece from every
+        other member, and reduce all copies of this piece into ``out``."""
         theirs = self._scratch(out)
         yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
         self._reduce_parts(pieces[self._rank], theirs, out, op, memory)
@@ -440,7 +441,8 @@ class CpuProcessGroup:
     def _parts(
         self, open_memory: Callable[[paddle.Tensor], np.ndarray], tensors: TensorOrList
     ) -> list[np.ndarray]:
-        """Return the memory of each member's part: of each tensor of a list, or of equal parts of one."""
+        """Return the memory of each member's part of ``tensors``: the memory of each tensor in a list, or
+        equal parts of a single tensor."""
         if isinstance(tensors, list | tuple):
             return [open_memory(tensor) for tensor in tensors]
         return self._equal(open_memory(tensors))
@@ -457,7 +459,8 @@ def _finished(steps: Steps, memory: TensorMemory) -> Steps:
 
 
 def _add_method_aliases() -> None:
-    """Add the other method names that Paddle uses: ``allreduce``, and each name with ``_on_calc_stream``."""
+    """Add the other method names that Paddle uses: ``allreduce``, and names that end in
+    ``_on_calc_stream``."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

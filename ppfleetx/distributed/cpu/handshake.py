@@ -29,13 +29,13 @@ _GREETING = struct.Struct("!II")  # rank of the sender, role of the connection
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Connect this rank to every other rank of the job, and return the connections by rank. ``address`` is
-    this machine's IP address, at which the others can connect.
+    """Connect this rank to every other rank of the job, and return the connections by rank. ``address`` is an
+    IP address of this machine that the other ranks can reach.
 
     Raises:
         ConfigError: this process cannot listen on ``address``, or an environment variable for the rendezvous
             or its time limit is missing or invalid.
-        StartError: a rank does not arrive in time.
+        StartError: a rank cannot be reached, or does not connect in time.
     """
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
@@ -68,8 +68,8 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Take part in the job's rendezvous. ``own`` is the address on which this rank listens. Returns the names
-    and addresses of all ranks.
+    """Take part in the job's rendezvous, and return the names and addresses of all ranks. ``own`` is the
+    address on which this rank listens.
 
     Raises:
         ConfigError: an environment variable for the rendezvous or its time limit is missing or invalid.
@@ -87,7 +87,8 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
 
 
 def _connect_to(rank: int, other: int, members: Members, role: int) -> socket.socket:
-    """Connect to rank ``other``, which listens, and send this rank's number."""
+    """Connect to rank ``other``, which is already listening, and send this rank's number and the ``role`` of
+    the connection. Raises StartError if the connection fails."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.sendall(_GREETING.pack(rank, role))
@@ -99,7 +100,8 @@ def _connect_to(rank: int, other: int, members: Members, role: int) -> socket.so
 def _accept(
     rank: int, listener: socket.socket, expected: set[tuple[int, int]], names: Sequence[str]
 ) -> dict[tuple[int, int], socket.socket]:
-    """Accept the ``expected`` connections, each (rank of the other end, role)."""
+    """Accept the connections in ``expected``, pairs of (rank at the other end, role), and return them by
+    pair. Raises StartError if a connection does not arrive in time."""
     found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while missing := expected - found.keys():
@@ -112,14 +114,15 @@ def _accept(
         try:
             connection.settimeout(_GREETING_SECONDS)
             found[_GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))] = connection
-        except (OSError, struct.error):  # such as a monitor that probes the port
+        except (OSError, struct.error):  # not a rank, but for example a monitor that probes the port
             connection.close()
     return found
 
 
 def local_address() -> str:
-    """Return this rank's IP address: the address of the network interface ``GLOO_SOCKET_IFNAME`` if it is
-    set, else the host in ``PADDLE_CURRENT_ENDPOINT``. Raises ConfigError if the interface has no address."""
+    """Return this rank's IP address: that of the network interface ``GLOO_SOCKET_IFNAME``, if this variable
+    is set, or else the host in ``PADDLE_CURRENT_ENDPOINT``. Raises ConfigError if the interface has no
+    address."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"

@@ -42,8 +42,8 @@ def end_when_silent(connection: socket.socket) -> None:
 
 class HostWatch:
     """A thread that watches idle connections to other hosts, and calls ``lost(rank, reason)`` if a connection
-    fails. If the other rank closes its connection, ``lost`` is called a few seconds later, because the last
-    messages of that rank may still be in flight."""
+    fails. If the other rank closes its connection, the thread calls ``lost`` a few seconds later, because the
+    last messages of that rank may still be in flight."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost
@@ -57,14 +57,14 @@ class HostWatch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the connections. Otherwise, they would stay open when the parent
+        """Close a forked child's copies of the connections, which would otherwise stay open when the parent
         ends."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}
 
     def _run(self) -> None:
-        ended: dict[int, float] = {}  # rank -> time at which to report it
+        ended: dict[int, float] = {}  # rank -> time at which to report that it has ended
         watched = len(self._connections)
         while watched or ended:
             pause = max(0.0, min(ended.values()) - time.monotonic()) if ended else None

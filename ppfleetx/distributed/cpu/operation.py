@@ -1,4 +1,4 @@
-"""Running collectives and messages of a CPU process group, and the thread that continues them."""
+"""Collectives and messages in progress in a CPU process group, and the thread that continues them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Receive:
-    """A message that an operation waits for. ``view`` is the memory into which the operation wants the
-    message. ``spare`` is a buffer for a message that cannot be read into ``view`` directly."""
+    """A message that an operation waits for. ``view`` is the operation's memory for the message. ``spare`` is
+    a buffer for a message that cannot be read into ``view`` directly."""
 
     __slots__ = ("done", "key", "signature", "spare", "spare_signature", "view")
 
@@ -55,8 +55,9 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Copy a message from its buffer to the memory of the operation that expects it. Raises
-        OutOfStepError if the message belongs to another operation."""
+        """Copy a received message from its buffer to the memory of the operation that expects it. Does
+        nothing if the message was read directly into that memory. Raises OutOfStepError if the message
+        belongs to another operation."""
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None
@@ -73,8 +74,9 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Take an arriving message of ``length`` bytes. ``read`` is called with the memory into which to read
-        the message: the memory of the operation that expects it, or a buffer if none expects it yet."""
+        """Receive an arriving message of ``length`` bytes, by calling ``read`` with the memory to fill. This
+        is the memory of the operation that expects the message. It is a buffer if no operation expects the
+        message yet, or if the message is not of the expected type and size."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -93,7 +95,8 @@ _SMALL = 1 << 16  # for smaller buffers, allocation is cheaper than a search of 
 
 
 class BufferPool:
-    """Keeps byte buffers for reuse: the page faults of a new 64 MB array cost more time than copying it."""
+    """Keeps byte buffers for reuse, because the page faults of a new 64 MB array take longer than copying the
+    array."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._held = limit, 0
@@ -125,11 +128,12 @@ class BufferPool:
 Steps = Generator[list[Receive], None, None]
 
 STARTED_SUMS = 2
-"""Maximum number of a group's reductions in progress: one can send while the other waits for its messages."""
+"""Maximum number of reductions of a group that run at the same time. With two, one can send while the other
+waits for its messages."""
 
 
 class Operation:
-    """A running collective or message. Paddle uses this object as its task. The generator ``steps`` runs the
+    """A collective or message in progress, which Paddle uses as a task. The generator ``steps`` runs the
     operation, and yields the messages that must arrive before the operation can continue."""
 
     def __init__(
@@ -153,7 +157,7 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return whether a thread may continue this operation now. False if the operation is done, another
+        """Return whether a thread can continue this operation now. False if the operation is done, another
         thread runs it, or a message that it waits for has not arrived."""
         return not self.busy and not self.done and self._has_arrived()
 
@@ -194,9 +198,9 @@ class Operation:
 
 
 class ProgressThread:
-    """A thread that continues asynchronous operations while the program computes, in all process groups. It
-    prefers the oldest operation whose messages have arrived, but in each group it runs at most
-    :data:`STARTED_SUMS` reductions at a time."""
+    """A thread that continues the asynchronous operations of all process groups while the program computes.
+    It prefers the oldest operation whose messages have arrived, but runs at most :data:`STARTED_SUMS`
+    reductions of a group at the same time."""
 
     def __init__(
         self, state: threading.Condition, pending: list[Operation], advance: Callable[[Operation], None]
@@ -229,5 +233,5 @@ class ProgressThread:
                 self._state.wait_for(lambda: self._next() is not None)
                 operation = self._next()
                 operation.busy = True
-            with contextlib.suppress(BaseException):  # the thread that waits for the operation gets the error
+            with contextlib.suppress(BaseException):  # the thread that waits for the operation raises it
                 self._advance(operation)

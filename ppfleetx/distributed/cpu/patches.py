@@ -1,5 +1,6 @@
 """Replace the parts of Paddle that do not work with the CPU process groups. ``TABLE`` lists each replaced
-attribute of Paddle 3.3.1 with the reason. Nothing is replaced before ``backend.install()``."""
+attribute of Paddle 3.3.1 with the reason. Importing this module replaces nothing; :func:`apply_patches`
+does."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ class _Identity(PyLayer):
 
 
 class _SoftmaxCrossEntropy(PyLayer):
-    """Cross-entropy of vocabulary-parallel logits. Each rank of the group holds a range of classes, in rank
-    order. The loss has the shape of the logits with 1 as last dimension, and is zero where the label is
-    ``ignore_index``."""
+    """Cross-entropy of vocabulary-parallel logits: each rank of the group holds a range of classes, in rank
+    order. Returns (softmax, loss). The loss of logits ``[..., classes]`` has shape ``[..., 1]``, and is zero
+    where the label is ``ignore_index``."""
 
     @staticmethod
     def forward(
@@ -91,8 +92,8 @@ def _make_c_embedding(original: Callable[..., paddle.Tensor]) -> Callable[..., p
 
 @dataclass(frozen=True)
 class Replacement:
-    """One attribute of Paddle to replace. ``make`` is called with the original attribute (None if Paddle has
-    none) and returns the replacement."""
+    """One attribute of Paddle to replace. ``make`` must return the replacement. Its argument is the original
+    attribute, or None if Paddle has no such attribute."""
 
     owner: str  # import path of the module, plus ":Class" for a class attribute
     name: str

@@ -35,10 +35,10 @@ from ppfleetx.utils.lost_peers import note_raised, report_lost, seconds_in
 from ppfleetx.utils.machine import killed_for_memory
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-_GOODBYE_SECONDS = 2.0  # for all peers together, in case one does not read
+_GOODBYE_SECONDS = 2.0  # for all peers together, in case a peer does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
-_LONGEST = 2000  # characters of an error message sent to other ranks
+_LONGEST = 2000  # maximum number of characters of an error message sent to other ranks
 
 
 class Connections:
@@ -46,6 +46,8 @@ class Connections:
 
     Attributes:
         blocked_on: the operation that the program is waiting for, or None.
+        engine: the lock that the program's threads hold while they run operations or wait for operations. The
+            progress thread does not use it.
         state: the lock that protects all data shared between threads.
     """
 
@@ -65,8 +67,8 @@ class Connections:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Connections:
-        """Connect this rank to all other ranks of the job. ``address`` is this machine's IP address, at which
-        the others can connect. ``timeout`` limits each later wait for a rank, in seconds (0: no limit).
+        """Connect this rank to all other ranks of the job. ``address`` is an IP address of this machine that
+        the other ranks can reach. ``timeout`` limits each later wait for a rank, in seconds (0: no limit).
         Raises ConfigError or StartError if the ranks cannot connect (:func:`connect_ranks`)."""
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
@@ -77,7 +79,7 @@ class Connections:
         self._watch = HostWatch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
         for peer in self.peers.values():
             _tune(peer.connection, self.timeout)
-            # Because this thread always reads, no order of sends and receives can deadlock.
+            # The thread reads at all times, so that no order of sends and receives can deadlock.
             threading.Thread(
                 target=self._read, args=(peer,), name=f"cpu-comm-{peer.rank}", daemon=True
             ).start()
@@ -85,7 +87,7 @@ class Connections:
         atexit.register(self.close)
 
     def _close_in_child(self) -> None:
-        """Close a forked child's copies of the connections. Otherwise, they would stay open when the parent
+        """Close a forked child's copies of the connections, which would otherwise stay open when the parent
         ends."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
@@ -94,8 +96,8 @@ class Connections:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends, and which error ended it, if any. This takes about 2 s at
-        most, unless several ranks do not read."""
+        """Tell the other ranks that this rank ends and, if an error ended it, which error. This takes about 2
+        s at most, or longer if several ranks do not read their messages."""
         if self._closed:
             return
         self._closed = True
@@ -114,10 +116,9 @@ class Connections:
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Return whether some data that this rank has sent is not yet acknowledged by the receiving
-        kernel."""
-        # If the process exited now, its kernel would answer later messages with a TCP reset, which discards
-        # the data.
+        """Return whether another rank's kernel has yet to acknowledge data from this rank."""
+        # If this process exited before then, its kernel would answer later messages with a TCP reset, and the
+        # other rank's kernel would discard the data.
         with self.state:
             peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
         with contextlib.suppress(OSError):
@@ -129,8 +130,9 @@ class Connections:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> None:
-        """Send the bytes of ``view`` to rank ``dst``; they may be overwritten afterwards. Raises
-        PeerLostError if the rank has ended, and CommTimeoutError if it does not read."""
+        """Send the bytes of ``view`` to rank ``dst``. The caller may overwrite ``view`` afterwards. Raises
+        PeerLostError if rank ``dst`` has ended, and CommTimeoutError if rank ``dst`` does not read within the
+        time limit."""
         peer = self.peers.get(dst)
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
@@ -200,7 +202,7 @@ class Connections:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait until ``operation`` is complete; meanwhile, continue other operations of the program.
+        """Wait until ``operation`` is complete. Meanwhile, continue the program's other operations.
 
         Raises:
             PeerLostError: a rank that must take part has ended, or any rank of the job has failed.
@@ -269,8 +271,8 @@ class Connections:
             RECORD.waited += time.monotonic() - began
 
     def _can_continue(self, operation: Operation) -> bool:
-        """Return whether the thread that waits for ``operation`` can continue this operation or another one.
-        The caller must hold the lock ``state``."""
+        """Return whether the thread that waits for ``operation`` can go on: because ``operation`` has ended,
+        or because it or another operation is ready to continue. The caller must hold the lock ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -300,8 +302,8 @@ class EndedRanks:
         return self._cause is not None
 
     def add(self, rank: int, reason: str, *, failed: bool) -> bool:
-        """Record that ``rank`` has ended, for ``reason``, and whether it ``failed``. Returns whether this is
-        the first failure recorded here."""
+        """Record that ``rank`` has ended, with the ``reason``, and whether it ``failed``. Returns whether
+        this is the first failure recorded here."""
         if rank in self._reasons:
             return False
         self._reasons[rank] = reason
@@ -311,8 +313,9 @@ class EndedRanks:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """Record the closing message of ``rank``: the error that ended it ("" if none), and the rank ``lost``
-        that caused the error (-1 if none). Returns whether this is the first failure recorded here."""
+        """Record the closing message of ``rank``. ``text`` is the error that ended ``rank`` ("" if none).
+        ``lost`` is the rank whose end caused that error (-1 if none). Returns whether this is the first
+        failure recorded here."""
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
                 text = f"it lost the connection to this rank: {text}"
@@ -331,8 +334,9 @@ class EndedRanks:
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """Return the error for an operation, described by ``text``, that cannot complete because ``rank``
-        (-1: unknown) has ended. The message names the rank that failed first."""
+        """Return a PeerLostError for an operation that cannot complete. ``text`` describes the operation, and
+        ``rank`` is the rank whose end prevents it (-1: unknown). The message names the rank that failed
+        first."""
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
@@ -349,8 +353,8 @@ class EndedRanks:
 
 
 def time_limit() -> float:
-    """Return the number of seconds that a rank waits for another rank (``PADDLE_CPU_COMM_TIMEOUT``, default
-    1800; 0: no limit). Raises ConfigError if the variable is not a number of at least 0."""
+    """Return how many seconds a rank waits for another rank (``PADDLE_CPU_COMM_TIMEOUT``, default 1800; 0: no
+    limit). Raises ConfigError if the variable is not a number of at least 0."""
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 

@@ -24,23 +24,25 @@ HEADER = struct.Struct("!BBBBiQQQQ")
 
 
 class CommError(RuntimeError):
-    """A collective or message between ranks cannot complete."""
+    """Raised when a collective or message between ranks cannot complete."""
 
 
 class StartError(CommError, PeerEndedError):
-    """The ranks of a CPU job could not connect to each other at its start."""
+    """Raised when the ranks of a CPU job cannot connect to each other at the start of the job."""
 
 
 class PeerLostError(CommError, PeerEndedError):
-    """A collective or message cannot complete because another rank has ended."""
+    """Raised when a collective or message cannot complete because another rank has ended."""
 
 
 class OutOfStepError(CommError):
-    """Another rank runs a different operation than this rank, or the same operation with other sizes."""
+    """Raised when another rank runs a different operation than this rank, or the same operation with other
+    sizes."""
 
 
 class CommTimeoutError(CommError, PeerEndedError):
-    """Another rank sent or read nothing within the time limit, although its connection is open."""
+    """Raised when another rank has sent or read nothing within the time limit, although its connection is
+    open."""
 
 
 class Signature(NamedTuple):
@@ -72,8 +74,8 @@ def make_header(
 
 
 class Peer:
-    """The connection to another rank. ``name`` is the rank and its address, for error messages. ``watch`` is
-    a second, idle connection if that rank is on another host; otherwise None."""
+    """The connection to another rank. ``name`` is that rank and its address, for error messages. ``watch`` is
+    a second, idle connection if that rank is on another host, and None if it is on this host."""
 
     def __init__(self, rank: int, connection: socket.socket, name: str) -> None:
         self.rank, self.connection, self.name = rank, connection, name
@@ -81,7 +83,8 @@ class Peer:
         self._sending = threading.Lock()
 
     def receive(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes from the connection. Raises EOFError if it is closed."""
+        """Fill ``view`` with the next bytes from the connection. Raises EOFError if the connection is
+        closed."""
         while view.nbytes:
             count = self.connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)
             if count == 0:
