@@ -54,7 +54,7 @@ class Says:
 
 
 def _float_from_text(value: Any) -> Any:
-    """Validator that turns text such as ``'2e-5'`` into a number. In YAML 1.1, ``2e-5`` is text."""
+    """Validator that turns a string such as ``'2e-5'`` into a number. In YAML 1.1, ``2e-5`` is a string."""
     if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
@@ -106,7 +106,7 @@ NumLayers = Annotated[
 # Paddle's kernels use 32-bit indices along one dimension of a tensor.
 MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]
-# The generator that orders samples takes seeds of 32 bits.
+# The random generator that shuffles samples takes 32-bit seeds.
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32), Says("an integer of at least 0, below 2^32")]
 _LaxFloat = Annotated[float, BeforeValidator(_float_from_text)]
 Float = Annotated[_LaxFloat, Field(strict=True, allow_inf_nan=False), Says("a number")]

@@ -23,7 +23,8 @@ from ppfleetx.config.validate import validate
 CONFIG_FILE = "config.yaml"
 
 ConfigSource = str | Path | Sections
-"""A YAML file, the directory of one, the name of a shipped configuration, or nested sections."""
+"""A YAML file, a directory with a ``config.yaml``, the name of a shipped configuration, or nested
+sections."""
 
 
 def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node, tuple[str, ...]]:
@@ -40,7 +41,8 @@ def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node,
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree`` over the files in its ``_base_``. Later base files win over earlier ones.
+    """Merge ``tree`` over the files in its ``_base_``. Later base files override earlier ones. Returns the
+    merged tree, and warnings about old spellings.
 
     Args:
         chain: the files being read; each is a base of the one before, and the last one holds ``tree``.

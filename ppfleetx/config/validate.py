@@ -97,7 +97,7 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
         # An empty section means that all its keys have their defaults.
         is_plain_section = isinstance(annotation, type) and issubclass(annotation, Section)
         return {} if is_plain_section else None
-    # A text field gets an unquoted scalar as it was written.
+    # A string field gets an unquoted scalar as it was written.
     if node.text is not None and annotation is not None and is_text_only(annotation):
         return node.text
     return node.value

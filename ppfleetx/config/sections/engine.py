@@ -71,8 +71,8 @@ class GlobalConfig(Section):
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
     """Modules that register parts named in this configuration, e.g. `[my_package.my_callbacks]`. A file alone
-    must not make code run: it is refused unless the command line (`--plugin`) or the variable
-    `PPFLEETX_PLUGINS` names the same modules. Plugins that are only named there are added to this list."""
+    must not make code run: the configuration is refused unless the command line (`--plugin`) or the variable
+    `PPFLEETX_PLUGINS` names the same modules. Modules that only these two name are added to this list."""
 
 
 class MixedPrecisionConfig(Section):
@@ -170,8 +170,8 @@ class SaveLoadConfig(Section):
     """Restore the random number generators on resume."""
     reset_data: Bool = False
     """Start the data from the beginning on resume (for another corpus). Steps, schedules and the ramps of
-    batch size and sequence length continue. A run that `resume` continues starts over only the first time.
-    Later restarts by the same command continue in the data."""
+    batch size and sequence length continue. If `resume` continues a run, its data start over only the first
+    time. Later restarts by the same command continue in the data."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
     """The learning-rate schedule on resume. `checkpoint`: that of the checkpoint. `config`: that of this
     configuration. `strict`: an error if the two differ."""
@@ -330,7 +330,7 @@ class ProfilerSummaryConfig(Section):
     mem: Bool = False
     """Memory by operator."""
     memcpy: Bool = False
-    """Copies."""
+    """Memory copies."""
 
 
 class ProfilerConfig(Section):

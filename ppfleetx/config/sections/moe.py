@@ -139,8 +139,8 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """Return a normalized copy of this section. Two sections that describe the same network have equal
-        normalized copies."""
+        """Return a copy of this section in which keys that do not shape the network have fixed values. Two
+        sections that describe the same network have equal copies."""
         default = type(self).model_fields
         return self.model_copy(
             update={
