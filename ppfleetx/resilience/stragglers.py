@@ -1,6 +1,6 @@
 """Find slow ranks by their *own time*: the part of a step in which a rank does not wait for other ranks. Each
 rank is compared with the ranks of its pipeline stage. A rank that is alone in its stage is compared with the
-ranks of the other stages, and counts as slow only if its own time is 1.5 times as long."""
+ranks of the other stages, and counts as slow only if its own time is at least 1.5 times theirs."""
 
 from __future__ import annotations
 
