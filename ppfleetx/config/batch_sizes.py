@@ -130,8 +130,8 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Raise RuleError unless whole increments lead to the full batch size, and every batch size is a multiple
-    of ``per_pass`` (Megatron-LM's rules).
+    """Raise RuleError unless ``ramp`` reaches the full batch size in whole increments and every batch size is
+    a multiple of ``per_pass``. Megatron-LM has the same rules.
 
     ``per_pass`` is the number of sequences in one forward pass on all ranks.
     """

@@ -32,8 +32,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def violations(self) -> Iterator[RuleError]:
-        """Yield an error for each broken rule between several fields of the section. Loading raises the first
-        error.
+        """Yield an error for each broken rule that involves several fields of the section. Loading raises the
+        first error.
 
         Subclasses override this method.
         """
@@ -77,7 +77,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Validator for fields with numbers as choices. It refuses booleans, because True equals 1."""
+    """Validator that refuses booleans in fields whose choices are numbers, because True equals 1."""
     if isinstance(value, bool):
         raise ValueError("(a boolean is not a number)")
     return value

@@ -1,4 +1,4 @@
-"""Rewrite PaddleFleetX's old keys and values, with warnings, and refuse what ppfleetx lacks.
+"""Rewrite PaddleFleetX's old keys and values, with warnings, and refuse features that ppfleetx lacks.
 
 In the tables below, ``*`` in a key matches any name.
 """

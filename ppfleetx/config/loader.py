@@ -97,10 +97,11 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Read and validate a YAML configuration, without derived values and without rules between sections.
+    """Read a YAML configuration and validate each of its sections.
 
-    The arguments have the same meaning as in :func:`load_config`. Returns the configuration, the place of
-    every value by dotted key, and warnings.
+    Derived values are not filled in, and rules between sections are not checked. The arguments have the same
+    meaning as in :func:`load_config`. Returns the configuration, the place of every value by dotted key, and
+    warnings.
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.

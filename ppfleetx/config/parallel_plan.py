@@ -396,7 +396,8 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 
 
 def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> float:
-    """The weighted number of doublings or halvings from the degrees of ``plan`` to ``degrees``."""
+    """Return the distance from the degrees of ``plan`` to ``degrees``: the number of doublings and halvings,
+    weighted by axis."""
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)
 

@@ -275,7 +275,7 @@ def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each operator listed in ``Model.fused_ops`` that the run could not use."""
+    """Yield an error for each operator listed in ``Model.fused_ops`` that the run cannot use."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
     for name, (keys, why) in unusable_fused_ops(cfg).items():
         if name in listed:

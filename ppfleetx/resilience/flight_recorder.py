@@ -46,8 +46,8 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of the operation is done. An asynchronous operation is not done when its
-        call returns, but when its task says so."""
+        """Whether this rank's part of the operation is done. An asynchronous operation is done once its task
+        reports completion, not when the call returns."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)
@@ -100,8 +100,8 @@ class CallRecord:
     @contextlib.contextmanager
     def awaiting(self, helper: str, *, polls: bool = False) -> Iterator[None]:
         """Context manager in which the main thread waits for threads whose names begin with ``helper``. With
-        ``polls``, it polls the other ranks until the threads of all ranks are done; the watchdog does not
-        count these collectives as progress."""
+        ``polls``, the main thread polls the other ranks until the threads of all ranks are done; the watchdog
+        does not count the polls as progress."""
         before = self.helper, self.polls
         self.helper, self.polls = helper, polls
         try:

@@ -151,7 +151,8 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return the report that :meth:`to_json` has written. Raises ValueError if it is not complete."""
+        """Return the report that :meth:`to_json` has written as ``text``. Raises ValueError if ``text`` is
+        not a complete report."""
         try:
             tree = json.loads(text)
         except ValueError:
@@ -467,7 +468,7 @@ class ReportDir:
 
     def _do_in_thread(self, act: Callable[[], Result]) -> Result | None:
         """Call ``act`` in the thread that accesses the directory of hang reports, and return its result; None
-        if it fails or takes too long."""
+        if ``act`` fails or takes too long."""
         if self._is_dead:
             return None
         self.open()

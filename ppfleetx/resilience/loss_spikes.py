@@ -149,8 +149,8 @@ class SpikeGuard:
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
-        """Return why the run must end after this spike, or "". Call it once per spike, because it counts how
-        often the run has gone back to each checkpoint."""
+        """Return why the run must end after this spike, or "". Must be called once per spike, because each
+        call counts how often the run has gone back to a checkpoint."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:

@@ -126,8 +126,8 @@ class Watchdog:
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Exclude the time in which the process was suspended from the time without progress. ``seconds``
-        is the duration of the watchdog's last sleep, which is too long after a suspension."""
+        """Exclude the time in which the process was suspended from the time without progress. ``seconds`` is
+        the duration of the watchdog's last sleep; if it is too long, the process was suspended."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()

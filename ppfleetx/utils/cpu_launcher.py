@@ -2,8 +2,8 @@
 
     python -m ppfleetx.utils.cpu_launcher
 
-writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment. To undo it,
-delete the file. It affects only processes started as ``python -m paddle.distributed.launch``:
+writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment. To undo this,
+delete the file. The file affects only processes started as ``python -m paddle.distributed.launch``:
 
 - ``--devices 0,1`` works without a GPU.
 - Waiting for other nodes (``--master``) has a time limit.

@@ -41,7 +41,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
 
     - 3 if another process of the job has ended
     - 5 if memory ran out
-    - 6 for an error of the card
+    - 6 after an error of the accelerator
     - 130 after Ctrl-C
     - 141, without a message, if the reader of standard output is gone (``| head -1``)
 

@@ -41,7 +41,7 @@ class _Handler(logging.StreamHandler):
 
 
 class _Stdout:
-    """A stream that writes to the current ``sys.stdout``, which a progress bar or a test may replace."""
+    """A stream that writes to the current ``sys.stdout``, which a progress bar or a test can replace."""
 
     def write(self, text: str) -> int:
         return sys.stdout.write(text)

@@ -103,12 +103,12 @@ def read_yaml(
     place: str | None = None,
     is_ours: bool = True,
 ) -> Node:
-    """Read a YAML file that contains a mapping, as a tree of nodes.
+    """Read a YAML file that contains a mapping, and return it as a tree of nodes.
 
     Args:
         key, value, place: the configuration entry that names the file, for messages.
-        is_ours: False for files of other toolkits, which may have dots in keys, keys repeated with an equal
-            value, and ``<<``.
+        is_ours: False for files of other toolkits: accept dots in keys, keys repeated with an equal value,
+            and ``<<``.
 
     Raises:
         ConfigError: the file cannot be read, or does not contain a mapping.
@@ -140,8 +140,8 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     Args:
         place: the file or option that ``text`` comes from, for messages.
         with_lines: whether the places of nodes have line numbers.
-        is_ours: False for files of other toolkits, which may have dots in keys, keys repeated with an equal
-            value, and ``<<``.
+        is_ours: False for files of other toolkits: accept dots in keys, keys repeated with an equal value,
+            and ``<<``.
 
     Raises:
         ConfigError: ``text`` is not valid YAML, or has tags or keys that a configuration must not have.

@@ -79,7 +79,7 @@ class MixedPrecisionConfig(Section):
     """Mixed precision: which operations compute in 16 bits, and the loss scale."""
 
     enable: Literal["auto"] | Bool = False
-    """Compute in `dtype` instead of float32; auto: do so if the device supports it. The log says which."""
+    """Compute in `dtype` instead of float32; auto: do so if the device supports it, and log the choice."""
     dtype: Literal["float16", "bfloat16"] = "float16"
     """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
@@ -255,11 +255,13 @@ class EngineConfig(Section):
     """The training loop: its length, logging, evaluation, checkpoints and checks."""
 
     max_steps: PositiveInt = 500000
-    """Optimizer steps of the run; it ends with a checkpoint."""
+    """Optimizer steps of the run, which ends with a checkpoint. In run mode `epoch`, this is only an upper
+    limit."""
     num_train_epochs: PositiveInt = 1
     """Passes over the data in run mode `epoch`."""
     run_mode: Literal["step", "epoch"] = "step"
-    """Count logging, evaluation and saving in optimizer steps or in epochs."""
+    """Unit of the run's length and of the intervals between evaluations and between checkpoints: optimizer
+    steps or epochs."""
     accumulate_steps: PositiveInt | None = None
     """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. A value in a file that
     contradicts these sizes is replaced, with a warning; on the command line, it is an error."""
@@ -339,7 +341,7 @@ class ProfilerConfig(Section):
     enable: Bool = False
     """Profile the steps of `scheduler`."""
     scheduler: tuple[CountInt, CountInt] = (1, 5)
-    """First step to profile, and the step before which profiling ends."""
+    """First step to profile, counted from 0, and the step before which profiling ends."""
     profiler_log: PathText = "profiler_log"
     """Directory of the chrome trace, within `Engine.save_load.output_dir`."""
     detailed: Bool = False

@@ -271,7 +271,7 @@ class TensorRTConfig(Section):
     workspace_size: PositiveInt = 1 << 30
     """Bytes TensorRT may use."""
     min_subgraph_size: PositiveInt = 3
-    """Paddle runs smaller subgraphs itself."""
+    """Smallest number of operators in a subgraph that TensorRT runs; Paddle runs smaller subgraphs itself."""
     precision: Literal["fp32", "fp16", "int8"] = "fp16"
     """Precision of the subgraphs."""
     use_static: Bool = False

@@ -261,7 +261,7 @@ class ModelConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_classes: PositiveInt | None = None
     """Number of classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number;
-    null: the task's number."""
+    null: the number of classes of the GLUE task."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and freeze the rest; null: train all weights."""
 
@@ -391,7 +391,8 @@ class ModelConfig(Section):
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
-        """Why heads and MLP units cannot be pruned, as (configuration key, reason); None if they can."""
+        """The reason why heads and MLP units cannot be pruned, as (configuration key, reason); None if they
+        can."""
         reasons = {
             "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",
             "latent_attention": "such layers cannot be pruned",

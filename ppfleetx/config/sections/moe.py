@@ -23,7 +23,7 @@ BATCH_LOSSES = ("switch", "gshard", "pooled")
 
 
 def is_router_load(name: str) -> bool:
-    """Whether the parameter stores each expert's share of the tokens, for :data:`BATCH_LOSSES`."""
+    """Whether the parameter ``name`` stores each expert's share of the tokens, for :data:`BATCH_LOSSES`."""
     return name.endswith(".mlp.router.load")
 
 
