@@ -89,12 +89,13 @@ class MixedPrecisionConfig(Section):
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
     use_dynamic_loss_scaling: Bool = True
-    """Halve the scale on overflow, and double it after a time without overflow; false: always
-    `scale_loss`."""
+    """Halve the scale after overflows (see `hysteresis`), and double it after `incr_every_n_steps` steps
+    without overflow; false: always `scale_loss`."""
     incr_every_n_steps: PositiveInt = 1000
-    """Steps without overflow before the scale doubles."""
+    """Number of steps without overflow after which the scale doubles."""
     hysteresis: PositiveInt = 2
-    """Overflows before the scale halves."""
+    """Number of overflows after which the scale halves. Every further overflow halves it again, until the
+    scale has doubled once."""
     main_grad_fp32: Bool = True
     """Accumulate and reduce gradients in float32 (level O2)."""
     custom_black_list: tuple[Text, ...] = ()
@@ -349,7 +350,7 @@ class ProfilerConfig(Section):
     record_shapes: Bool = True
     """Record input shapes of operators."""
     profile_memory: Bool = True
-    """Record memory."""
+    """Record memory use."""
     summary: ProfilerSummaryConfig = ProfilerSummaryConfig()
 
     def violations(self) -> Iterator[RuleError]:
