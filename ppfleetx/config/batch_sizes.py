@@ -19,9 +19,10 @@ _RAMP = "Global.rampup_batch_size"
 
 @dataclass(frozen=True)
 class Ramp:
-    """Growth of the batch size or the sequence length in stages (Megatron-LM's ``--rampup-batch-size``).
+    """Stepwise growth of the batch size or the sequence length, like Megatron-LM's ``--rampup-batch-size``.
 
     Attributes:
+        start: the first size; each further stage adds ``increment``.
         samples: the number of training sequences after which the size is ``full``.
     """
 
@@ -51,7 +52,7 @@ class Ramp:
 @dataclass(frozen=True)
 class BatchPlan:
     """Batch sizes in sequences: for the whole job, for a data-parallel rank, and for a forward pass. With a
-    ``ramp``, they are the sizes at its end.
+    ``ramp``, these are the final sizes.
 
     Attributes:
         accumulate_steps: the number of forward passes (micro batches) of a data-parallel rank in a step.
@@ -107,7 +108,8 @@ def resolve_batch(
         ramp: start, increment and samples of a :class:`Ramp`; None: the batch size is constant.
 
     Raises:
-        RuleError: the sizes contradict each other or do not divide, or none is given.
+        RuleError: the sizes contradict each other, are not divisible as they must be, or are all missing; or
+            the ramp breaks a rule.
     """
     local = _local_size(global_size, local_size, micro_size, accumulate_steps, data_size)
     if micro_size is None:
@@ -128,7 +130,8 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Raise RuleError if the batch sizes of ``ramp`` break Megatron-LM's rules.
+    """Raise RuleError unless ``ramp`` reaches the full batch size in whole increments and every batch size is
+    a multiple of ``per_pass``. Megatron-LM has the same rules.
 
     ``per_pass`` is the number of sequences in one forward pass on all ranks.
     """

@@ -95,7 +95,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Corpus, index or tokenizer files, texts or token ids are missing, damaged or unusable."""
+    """Data are missing, damaged or unusable: a corpus, an index, a tokenizer, text or token ids."""
 
 
 class MissingDataError(DataError):
@@ -109,7 +109,7 @@ class CheckpointError(UserError):
 class RuleError(ValueError):
     """Configuration values that are valid one by one but do not fit together.
 
-    ``keys`` are their dotted keys within the section, beginning with the most likely mistake.
+    ``keys`` are the dotted keys of these values within the section; the most likely mistake comes first.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:

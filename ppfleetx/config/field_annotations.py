@@ -22,7 +22,8 @@ def field_types(section: type[Section]) -> dict[str, Any]:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union type; for another type, the type alone."""
+    """Return the alternatives of a union type as a tuple. For any other type, the tuple has only that
+    type."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(part for arg in get_args(annotation) for part in members(arg))
     return (annotation,)
@@ -67,7 +68,8 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether a field accepts only strings (or null) as single values, so that ``007`` in YAML stays text."""
+    """Whether a field accepts only strings (or null) as single values, so that ``007`` in YAML stays a
+    string."""
     scalars = []
     for part in members(annotation):
         bare = _bare(part)
@@ -79,7 +81,8 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Describe the values that a field of this type accepts: ``an integer of at least 1, or null``."""
+    """Return a description of the values that a type accepts, such as ``an integer of at least 1, or
+    null``."""
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")
@@ -106,7 +109,7 @@ def _describe_one(part: Any) -> str:
 
 
 def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
-    """Write a hint for an unknown key: the most similar known keys, or else all keys of ``section``.
+    """Return a hint for an unknown key: the most similar known keys, or else all keys of ``section``.
 
     Args:
         path: the parts of the unknown key within the section ``root``.

@@ -32,8 +32,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def violations(self) -> Iterator[RuleError]:
-        """Yield an error for each broken rule between several fields of the section. Loading raises the first
-        error.
+        """Yield an error for each broken rule that involves several fields of the section. Loading raises the
+        first error.
 
         Subclasses override this method.
         """
@@ -54,7 +54,7 @@ class Says:
 
 
 def _float_from_text(value: Any) -> Any:
-    """Validator that turns text such as ``'2e-5'`` into a number. In YAML 1.1, ``2e-5`` is text."""
+    """Validator that turns a string such as ``'2e-5'`` into a number. In YAML 1.1, ``2e-5`` is a string."""
     if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
@@ -77,7 +77,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """Validator for fields with numbers as choices. It refuses booleans, because True equals 1."""
+    """Validator that refuses booleans in fields whose choices are numbers, because True equals 1."""
     if isinstance(value, bool):
         raise ValueError("(a boolean is not a number)")
     return value
@@ -106,7 +106,7 @@ NumLayers = Annotated[
 # Paddle's kernels use 32-bit indices along one dimension of a tensor.
 MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]
-# The generator that orders samples takes seeds of 32 bits.
+# The random generator that shuffles samples takes 32-bit seeds.
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32), Says("an integer of at least 0, below 2^32")]
 _LaxFloat = Annotated[float, BeforeValidator(_float_from_text)]
 Float = Annotated[_LaxFloat, Field(strict=True, allow_inf_nan=False), Says("a number")]

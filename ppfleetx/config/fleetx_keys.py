@@ -1,4 +1,4 @@
-"""Rewrite PaddleFleetX's old keys and values, with warnings, and refuse what ppfleetx lacks.
+"""Rewrite PaddleFleetX's old keys and values, with warnings, and refuse features that ppfleetx lacks.
 
 In the tables below, ``*`` in a key matches any name.
 """
@@ -81,7 +81,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 
 _OFFLINE = frozenset({"LM_Eval_Dataset", "Lambada_Eval_Dataset"})
 
-# What replaces -1 in keys of Engine (None: the default), and the reason.
+# For keys of section Engine: the value that replaces -1 (None: the default), and the reason.
 _UNLIMITED: dict[str, tuple[int | None, str]] = {
     "max_steps": (2**31 - 1, "Engine.num_train_epochs ends the run"),
     "eval_iters": (
@@ -112,7 +112,8 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
 
 
 def _find(tree: Node, pattern: str, above: str = "") -> Iterator[tuple[Node, str, str]]:
-    """Yield each occurrence of a dotted key, with ``*`` for any name, as (mapping, name in it, full key)."""
+    """Yield each key in ``tree`` that matches the dotted key ``pattern``, in which ``*`` matches any name, as
+    (mapping that has the key, last part of the key, full key)."""
     first, _, rest = pattern.partition(".")
     names = list(tree.value) if isinstance(tree.value, dict) else []
     for name in names:
@@ -208,8 +209,8 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
 def _task_of_program(tree: Node) -> Iterator[str]:
     """Set ``Model.module``, if it is missing, to the task of the configured datasets. Yields warnings.
 
-    FleetX's later configuration files do not name the task. A section ``Data.Eval`` with a dataset of offline
-    evaluation is removed, because ``Offline_Eval`` replaces it.
+    FleetX's later configuration files do not name the task. A section ``Data.Eval`` with a dataset for
+    offline evaluation is removed, because ``Offline_Eval`` replaces it.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -277,8 +278,8 @@ def refuse_unsupported(tree: Node) -> None:
                 raise ConfigError(rule, key=key, value=plain_value(node), place=node.place)
 
 
-# ---- mixtures of experts. FleetX's key names are read, but our formulas are used: FleetX weights experts
-# by raw logits, counts some choices twice and scales the loss by the number of experts on a rank.
+# ---- mixtures of experts. FleetX's keys are read, but its formulas are not used: FleetX weights experts by
+# raw logits, counts some choices twice and scales the loss by the number of experts on a rank.
 
 _LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
 _MOE_SECTION_KEYS = ("expert_mode", "gate", "top_k", "num_experts")
@@ -409,12 +410,12 @@ def _section(tree: Node, name: str) -> dict[str, Node]:
 
 
 def _count(section: str, keys: dict[str, Node], key: str, default: int) -> int:
-    """Parse an integer of at least 1; ``default`` if the key is missing or null. A comma after it is
-    ignored."""
+    """Return the value of ``key`` in ``keys``, which must be an integer of at least 1; ``default`` if the key
+    is missing or null. A trailing comma is ignored."""
     node = keys.get(key)
     if node is None or node.value is None:
         return default
-    # One of FleetX's files has such a comma.
+    # One of FleetX's files has a trailing comma.
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -25,10 +25,10 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Return sentences, with reasons, about options that the user set but that change nothing in this run.
+    """Return sentences that name the options that the user set but that have no effect in this run, and why.
 
-    Only known cases are found. A default value in a file is not listed. An option for which several rules
-    apply is listed with the first one's reason.
+    Only known cases are found. An option that a file sets to its default is not listed. If several rules
+    apply to an option, the reason is that of the first rule.
     """
     reasons, origins = [], cfg.origins
     named: set[str] = set()
@@ -58,8 +58,8 @@ class SwitchedOff:
 def _off(keys: str, why: str, applies: Callable[[RunConfig], bool]) -> SwitchedOff:
     """Make the rule that ``keys`` have no effect if ``applies`` is true, for the reason ``why``.
 
-    ``keys`` is a text: either ``Section: key key ...``, or dotted keys separated by spaces. The name of a
-    section stands for all keys in it.
+    ``keys`` has the form ``Section: key key ...``, or consists of dotted keys separated by spaces. The name
+    of a section stands for all keys in it.
     """
     section, colon, names = keys.partition(": ")
     dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
@@ -78,7 +78,7 @@ def _off_unless(keys: str, key: str, value: Any) -> SwitchedOff:
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
-    """Return the text ``SECTION: KEY KEY ...`` with all keys of the section except ``switch``."""
+    """Return the string ``SECTION: KEY KEY ...`` with all keys of the class ``of`` except ``switch``."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 
@@ -93,7 +93,8 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether the dataset orders its records itself, so that ``sampler.shuffle`` has no effect."""
+    """Whether the dataset of ``Data.<mode>`` orders its records itself, so that ``sampler.shuffle`` has no
+    effect."""
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)
     return traits is not None and traits.kind != "corpus" and (mode != "Train" or traits.shuffled)
@@ -346,7 +347,8 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_preset(place: str) -> bool:
-    """Whether a value comes from a shipped configuration, a checkpoint or a model, not from the user."""
+    """Whether ``place`` is in a shipped configuration, a checkpoint or a model, so the user did not set the
+    value."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
@@ -360,8 +362,8 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """Return a list with a sentence about ``Data.tokenizer`` if the run reads texts and the key is not set;
-    otherwise an empty list."""
+    """Return a list with one message if a dataset of the run needs ``Data.tokenizer`` to encode text and the
+    key is not set; otherwise an empty list."""
     splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
@@ -383,7 +385,8 @@ def absent_loggers(cfg: RunConfig) -> dict[str, str]:
 
 
 def refuse_absent(cfg: RunConfig) -> None:
-    """Raise ConfigError if the library of a configured logger is missing, with what to install."""
+    """Raise ConfigError if the library of a configured logger is missing. The message says what to
+    install."""
     for name, wanted in absent_loggers(cfg).items():
         place = cfg.origins.get("Engine.loggers")
         raise ConfigError(f"needs {wanted}", key="Engine.loggers", value=name, place=place)

@@ -23,7 +23,8 @@ from ppfleetx.config.validate import validate
 CONFIG_FILE = "config.yaml"
 
 ConfigSource = str | Path | Sections
-"""A YAML file, the directory of one, the name of a shipped configuration, or nested sections."""
+"""A YAML file, a directory with a ``config.yaml``, the name of a shipped configuration, or nested
+sections."""
 
 
 def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node, tuple[str, ...]]:
@@ -40,7 +41,8 @@ def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node,
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """Merge ``tree`` over the files in its ``_base_``. Later base files win over earlier ones.
+    """Merge ``tree`` over the files in its ``_base_``. Later base files override earlier ones. Returns the
+    merged tree, and warnings about old spellings.
 
     Args:
         chain: the files being read; each is a base of the one before, and the last one holds ``tree``.
@@ -95,10 +97,11 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Read and validate a YAML configuration, without derived values and without rules between sections.
+    """Read a YAML configuration and validate each of its sections.
 
-    The arguments have the same meaning as in :func:`load_config`. Returns the configuration, the place of
-    every value by dotted key, and warnings.
+    Derived values are not filled in, and rules between sections are not checked. The arguments have the same
+    meaning as in :func:`load_config`. Returns the configuration, the place of every value by dotted key, and
+    warnings.
 
     Raises:
         ConfigError: something is wrong; the message has key, value, place and rule.

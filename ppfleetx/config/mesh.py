@@ -29,26 +29,28 @@ class RankGrid:
 
 DENSE = RankGrid(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = RankGrid(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
-"""The view for expert parameters: the ranks of a pipeline stage, in the same order, along other axes."""
+"""The grid for expert parameters. It arranges the ranks of each pipeline stage, in the same order, along
+other axes."""
 EXPERT_AXES = ("ep", "emp", "edp")
-"""The axes that only the view for expert parameters has."""
+"""The axes that only the grid for expert parameters has."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
-"""The order in which gradients are summed over axes."""
+"""The order of the axes over which gradients are summed."""
 
 SMALL_MESSAGE = 2e6
-"""Size in bytes below which a message between nodes is faster in a two-level exchange. The exchange saves
-messages between nodes, about 10 us each, but moves the bytes once more within a node, at about 200 GB/s."""
+"""Message size in bytes below which an exchange between nodes is faster in two levels. Two levels need fewer
+messages between nodes, which take about 10 us each, but move the bytes once more within a node, at about 200
+GB/s."""
 
 Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Split ``ranks`` into groups between nodes and groups within a node, for a collective in two levels.
+    """Split ``ranks`` into groups between nodes and groups within a node, for a two-level collective.
 
     Returns (groups between nodes, groups within a node), both in the order of ``ranks``, or None if ``ranks``
-    cannot be divided into two levels. ``per_node`` is the number of ranks of the job on a node. Ranks are
-    numbered node by node, and ``ranks`` is sorted.
+    cannot be divided into two levels. ``per_node`` is the number of the job's ranks on each node. The job's
+    ranks must be numbered node by node, and ``ranks`` must be sorted.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)
@@ -59,10 +61,10 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
 
 
 def view_of(axes: Collection[str]) -> RankGrid:
-    """Return the view that has all of ``axes``: the one for dense parameters or else the one for experts.
+    """Return the grid that has all of ``axes``: :data:`DENSE` if possible, otherwise :data:`EXPERTS`.
 
     Raises:
-        ValueError: neither view has all of them.
+        ValueError: neither grid has all of ``axes``.
     """
     for view in (DENSE, EXPERTS):
         if set(axes) <= set(view.axes):
@@ -91,7 +93,7 @@ class Mesh:
         return getattr(self.plan, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of a global rank along each axis, for dense parameters and for experts."""
+        """The position of a global rank along each axis of both grids."""
         at = self.plan.coordinates(rank)
         within = 0
         for axis in (axis for axis in AXES if axis != "pp"):
@@ -103,7 +105,7 @@ class Mesh:
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups of global ranks that differ only along ``axes``.
 
-        All of ``axes`` must be axes of dense parameters, or all must be axes of experts.
+        One of the two grids must have all of ``axes``.
         """
         return _groups_over(self, axes)
 

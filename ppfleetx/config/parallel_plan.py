@@ -21,7 +21,7 @@ AXES = ("dp", "pp", "sharding", "sep", "mp")
 PipelineSchedule = Literal["1f1b", "zb_h1"]
 Part = Literal["F", "B", "W"]
 
-_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries: same options, any options
+_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries
 _OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
 
 CONFIG_KEYS = {
@@ -69,6 +69,7 @@ class ParallelPlan:
     """The degree of each kind of parallelism in a job.
 
     Attributes:
+        sep: the number of ranks that split each sequence.
         pp_layers: the number of layers of each pipeline chunk; None: equal chunks.
         ep: the number of ranks among which the experts of a layer are divided.
         expert_mp: the number of ranks that slice each expert's matrices; None: ``mp``.
@@ -162,9 +163,10 @@ class ParallelPlan:
 @dataclass(frozen=True)
 class Workload:
     """The facts about a run that decide whether a parallel plan is legal: sizes that the plan must divide
-    evenly, and what the optimizer needs.
+    evenly, and whether the optimizer needs whole matrices (Muon).
 
-    A value of None is unknown and is not checked. ``num_experts`` of a dense model is 0.
+    A value of None is unknown and is not checked. ``num_groups`` is the number of key/value heads.
+    ``num_experts`` of a dense model is 0.
     """
 
     num_layers: int | None = None
@@ -296,7 +298,8 @@ LEGAL: tuple[PlanRule, ...] = (
         "exchanges sequence parts for heads",
     ),
 )
-"""All conditions. Data parallelism and sharding can be combined with everything."""
+"""All rules that a legal plan satisfies. Data parallelism and ZeRO sharding can be combined with every other
+kind of parallelism."""
 
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[RuleError]:
@@ -314,8 +317,8 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[RuleErr
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
     """List the legal parallel plans of ``world_size`` processes for the sizes in ``work``.
 
-    The plans have at most two virtual stages, and no ``pp_layers``, expert parallelism or ZB-H1. Offload is
-    combined with only some plans.
+    The plans have at most two virtual stages per rank, and no ``pp_layers``, expert parallelism or ZB-H1.
+    Offload is combined with only some plans.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -349,8 +352,7 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether to list ``plan`` a second time, with offload to host memory. This is done for only some
-    plans."""
+    """Whether :func:`enumerate_plans` also tries ``plan`` with offload to host memory."""
     # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
         plan.sharding_stage > 1
@@ -385,7 +387,7 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
     """Return a copy of ``plan`` with degrees of expert parallelism near those of the plan ``like``.
 
     ``ep`` is the highest legal divisor of ``like.ep``. ``expert_mp`` is ``like.expert_mp`` or, if that is not
-    legal, 1. Returns ``plan`` itself if nothing is legal.
+    legal, 1. Returns ``plan`` itself if none of these degrees is legal.
     """
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
@@ -394,7 +396,8 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 
 
 def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> float:
-    """The weighted number of doublings or halvings from the degrees of ``plan`` to ``degrees``."""
+    """Return the distance from the degrees of ``plan`` to ``degrees``: the number of doublings and halvings,
+    weighted by axis."""
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)
 
@@ -432,8 +435,8 @@ def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[P
             order.append(Pass("F", ahead + micro))
         order.append(Pass("B", micro))
         waiting += 1
-        # Weight gradients are computed ``stage`` micro batches later, so that the last ones fill the time at
-        # the end of the step in which ranks would wait.
+        # Weight gradients are computed ``stage`` micro batches later than input gradients. The last ones fill
+        # the bubble at the end of the step.
         if waiting > stage:
             order.append(Pass("W", micro + 1 - waiting))
             waiting -= 1

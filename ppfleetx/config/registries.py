@@ -33,8 +33,8 @@ class LoggerTraits:
     Attributes:
         package: the library that the writer imports, or None.
         extra: the pip extra of ppfleetx that installs the library.
-        options: the names of the writer's options, whose values are texts; None: the writer itself checks its
-            options.
+        options: the names of the writer's options, whose values are strings; None: the writer itself checks
+            its options.
         callback: the name of the callback that writes the metrics if the writer is not a ``LogWriter``.
     """
 
@@ -57,7 +57,8 @@ class ModuleTraits:
         for_generation: whether the task generates text, so ``Generation.max_dec_len`` is checked.
         refused_axes: the axes of a parallel plan that the task does not support, e.g. ``("pp", "sep")``.
         measure: deprecated, use ``BasicModule.evaluator``. A function that is called with ``(module, ctx,
-            has_labels=...)`` and returns an evaluator, or the text ``package.module:attribute``.
+            has_labels=...)`` and returns an evaluator, or the string ``package.module:attribute`` that names
+            the function.
     """
 
     trains: bool = True
@@ -75,8 +76,8 @@ class ArchitectureTraits:
     """What must be known about a network architecture (``Model.name``) before it is imported.
 
     Attributes:
-        spec: a function, or its ``package.module:attribute``, that makes the ``ModelSpec`` from the section
-            ``Model``; None: GPT's.
+        spec: a function that makes the ``ModelSpec`` from the section ``Model``, or the string
+            ``package.module:attribute`` that names the function; None: GPT's function.
         metrics: the names of the metrics that the layers report (``ppfleetx/nn/aux_loss.py``).
         layer_shapes: deprecated, use ``spec``: a function that returns the parameters of one layer.
     """
@@ -131,7 +132,8 @@ class OptimizerTraits:
 
     Attributes:
         states: the number of float32 states per parameter, such as 2 for AdamW.
-        matrix_states: the number for the weight matrices of the transformer blocks; None: ``states``.
+        matrix_states: the same number for the weight matrices of the transformer blocks; None: equal to
+            ``states``.
         reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
         needs_whole_matrices: whether one of its rules updates whole matrices (``Rule.needs_whole``), which
@@ -212,14 +214,14 @@ CALLBACKS.register("forecast", f"{_CALLBACKS}.device_usage:Forecast.of")
 CALLBACKS.register("visual_dl", f"{_CALLBACKS}.metrics:LogWriters.visual_dl")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
 CALLBACKS.register("predictions", "ppfleetx.core.module.classification:Predictions.of")
-# Log lines of other toolkits, for programs that read them.
+# Log lines in the formats of other toolkits, for programs that parse them.
 CALLBACKS.register(
     "megatron_log", f"{_CALLBACKS}.log_lines:MegatronLog.of", traits=CallbackTraits(ranks="loss")
 )
 CALLBACKS.register(
     "mindspeed_log", f"{_CALLBACKS}.log_lines:MindSpeedLog.of", traits=CallbackTraits(ranks="loss")
 )
-# A tuple of names stands for these callbacks.
+# The name "default" stands for all of these callbacks.
 CALLBACKS.register(
     "default",
     ("progress", "train_log", "metrics", "memory", "forecast", "visual_dl", "profiler", "predictions"),
@@ -341,7 +343,8 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """Return the names of the tasks with a trait, as text: ``GPTModule, GPTGenerationModule``."""
+    """Return the names of the tasks with a trait as one string, such as ``GPTModule,
+    GPTGenerationModule``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 

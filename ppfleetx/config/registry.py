@@ -30,7 +30,7 @@ Only the command line and the environment can name a plugin, because importing i
 
 @dataclass(frozen=True)
 class Entry(Generic[TraitsT]):
-    """A registered part, or the text ``package.module:attribute`` that names it, with its traits."""
+    """A registered part, or the string ``package.module:attribute`` that names it, with its traits."""
 
     target: Any
     traits: TraitsT
@@ -63,7 +63,7 @@ class Registry(Generic[TargetT, TraitsT]):
         """Register a part, such as an optimizer class, under a name. Without ``target`` this is a decorator.
 
         Args:
-            target: the part, or the text ``package.module:attribute`` that names it.
+            target: the part, or the string ``package.module:attribute`` that names it.
             traits: facts about the part that must be known before it is imported.
 
         Raises:
@@ -92,13 +92,13 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The class or function registered as ``name``, or the text that names it if it was registered as
-        text. Nothing is imported."""
+        """The class or function registered as ``name``, or the string ``package.module:attribute`` if that
+        was registered in its place. Nothing is imported."""
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """Return the class or function registered as ``name``. If it was registered as text, ``module:name``,
-        it is imported first."""
+        """Return the class or function registered as ``name``. If it was registered by a string,
+        ``package.module:attribute``, it is imported first."""
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
@@ -137,7 +137,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return ConfigError(f"was registered as {what}, which {which}", key=self.key, value=name)
 
     def choices(self) -> str:
-        """All registered names, as text for messages: ``one of A, B``."""
+        """Return all registered names as a phrase for messages: ``one of A, B``."""
         names = self.names()
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
@@ -186,10 +186,11 @@ def _described(part: Any) -> str:
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that ``package.module:attribute`` names. Any other object is returned as it is.
+    """Import and return the object that the string ``package.module:attribute`` names. If ``target`` is not a
+    string, it is returned unchanged.
 
     Raises:
-        ConfigError: there is no such module or attribute, or the text has another form.
+        ConfigError: there is no such module or attribute, or the string has another form.
         ModuleNotFoundError: a library that the module needs is not installed.
     """
     if not isinstance(target, str):

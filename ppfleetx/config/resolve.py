@@ -94,8 +94,8 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 
 
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
-    """Return, as text for a message, the ``-o`` options that change ``plan`` into the plan ``near``. Only the
-    degrees of ``axes`` are compared."""
+    """Return the ``-o`` options that change ``plan`` into the plan ``near``, as one string for a message.
+    Only the degrees of ``axes`` are compared."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
     values = {axis: getattr(near, axis) for axis in changed}
     return " ".join(f"-o {CONFIG_KEYS[a]}={'null' if v is None else v}" for a, v in values.items())
@@ -192,7 +192,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Limit default values of ``max_seq_len`` to the model's number of positions."""
+    """Limit ``max_seq_len`` to the model's context length in datasets that do not set it."""
     longest = cfg.Model.max_position_embeddings
     for mode in MODES:
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

@@ -1,4 +1,4 @@
-"""Tell what each configuration key affects, and whether a resumed run may change the key."""
+"""Classify each configuration key by what it affects and whether a resumed run may change the key."""
 
 from __future__ import annotations
 
@@ -191,10 +191,10 @@ def leaf_keys() -> list[str]:
 def network(
     model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
 ) -> dict[str, Any]:
-    """The keys and values of section ``Model`` that determine the network, without adapters.
+    """Return the keys and values of section ``Model`` that determine the network, without adapters.
 
-    A null is replaced by the value that it stands for. A key without effect has the value None. Two models
-    have the same network if these mappings are equal.
+    Only keys with one of the ``effects`` are returned. A null is replaced by the value that it stands for. A
+    key without effect has the value None. Two models have the same network if these mappings are equal.
     """
     without_effect = set()
     if not model.positions.rotates:

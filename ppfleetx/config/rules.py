@@ -27,8 +27,8 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def check_one_process(cfg: RunConfig, what: str, processes: int = 1) -> None:
-    """Raise ConfigError if the parallel plan, or the launcher with its ``processes``, uses several processes.
-    ``what`` is the program that does not support them, as the subject of the message."""
+    """Raise ConfigError if the parallel plan has several ranks or the launcher has started several
+    ``processes``. ``what`` is the subject of the message: the program that runs in one process only."""
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"{what} runs in one process with the whole model, unlike the plan ({cfg.plan}). A checkpoint of "
@@ -98,8 +98,8 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
     """Return the sequence length in tokens of each dataset that the run reads, by configuration key. If the
-    length grows in training, ``Global.rampup_seq_len`` is also a key, with a common divisor of all lengths of
-    the ramp as its value."""
+    length grows in training, the key ``Global.rampup_seq_len`` is added; its value is a common divisor of all
+    lengths of the ramp."""
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
@@ -130,7 +130,7 @@ def model_workload(
     model: ModelConfig, seq_len: int | None, accumulate_steps: int | None, *, needs_whole_matrices: bool
 ) -> Workload:
     """Return the facts about a model and its training that decide whether a parallel plan is legal. An
-    argument of None means unknown."""
+    argument of None is unknown, and rules about it are not checked."""
     moe = model.moe
     return Workload(
         num_layers=model.num_layers,
@@ -147,7 +147,7 @@ def model_workload(
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """The length of a training sequence in tokens; without training data, the model's number of positions."""
+    """The length of a training sequence in tokens; without training data, the model's context length."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
@@ -246,8 +246,8 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """The fused operators for matrix products that a 16-bit run with this configuration cannot use, with the
-    reasons."""
+    """Return the fused operators for matrix products that a run with this configuration cannot use, each with
+    the reason. The result is empty for runs in float32."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}
@@ -275,7 +275,7 @@ def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Yield an error for each operator listed in ``Model.fused_ops`` that the run could not use."""
+    """Yield an error for each operator listed in ``Model.fused_ops`` that the run cannot use."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
     for name, (keys, why) in unusable_fused_ops(cfg).items():
         if name in listed:

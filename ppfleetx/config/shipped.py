@@ -14,7 +14,7 @@ from ppfleetx.config.reading.parse import shown_path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _BASES = "_base_"
-_TOPIC = "nlp/"  # left out of names, because there is no other such folder
+_TOPIC = "nlp/"  # left out of names, because it is the only topic
 _SUFFIX = ".yaml"
 _PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that a user may write before the name
 
@@ -101,9 +101,9 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The texts of a configuration file and of its ``_base_`` files, by their paths after copying.
+    """Return the contents of a configuration file and its ``_base_`` files, by their paths in the copy.
 
-    Entries of ``_base_`` in the texts are changed to the new paths.
+    ``_base_`` entries in the contents are changed to the new paths.
     """
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")

@@ -56,8 +56,8 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError. The message shows the violation's keys that are in ``origins``,
-    or else its first key, with their values and places."""
+    """Turn ``violation`` into a ConfigError. The message shows the value and place of each key of the
+    violation that is in ``origins``; if there is none, it shows those of the first key."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 
@@ -97,7 +97,7 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
         # An empty section means that all its keys have their defaults.
         is_plain_section = isinstance(annotation, type) and issubclass(annotation, Section)
         return {} if is_plain_section else None
-    # A text field gets an unquoted scalar as it was written.
+    # A string field gets an unquoted scalar as it was written.
     if node.text is not None and annotation is not None and is_text_only(annotation):
         return node.text
     return node.value
@@ -188,7 +188,8 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
 
 
 def _place_of(key: str, origins: dict[str, str]) -> str | None:
-    """Where ``key`` or, if that is unknown, the nearest section around it was written."""
+    """Return the place where ``key`` was written or, if that is unknown, the place of the nearest section
+    around ``key``; None if no place is known."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
     return origins.get(key)

@@ -27,14 +27,15 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): '!derived (\d+)'$", re.MULTILINE)
 
 
 def run_record(cfg: RunConfig) -> str:
-    """The text of the ``config.yaml`` in a run's output directory. Training from it resumes the run."""
+    """Return the content of the ``config.yaml`` in a run's output directory. Training with this file resumes
+    the run."""
     save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))
 
 
 def dump_config(cfg: RunConfig) -> str:
-    """Write ``cfg`` as YAML with every key, and derived values as comments.
+    """Return ``cfg`` as YAML with every key, and with derived values as comments.
 
     Loading the YAML for the same number of processes gives an equal configuration.
     """
@@ -54,7 +55,7 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_derived(cfg: RunConfig) -> dict[str, Any]:
-    """Convert ``cfg`` to nested plain values without derived ones."""
+    """Convert ``cfg`` to nested plain values, and leave out derived values."""
     return _tree(cfg, "", cfg, None)
 
 

@@ -1,4 +1,4 @@
-"""Record the last collectives and messages of this process, in every process group, for hang reports.
+"""Record the last collectives, sends and receives of this process, in every process group, for hang reports.
 Recording a call costs about 5 microseconds."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of the operation is done. An asynchronous operation is not done when its
-        call returns, but when its task says so."""
+        """Whether this rank's part of the operation is done. An asynchronous operation is done once its task
+        reports completion, not when the call returns."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)
@@ -55,7 +55,7 @@ class Call:
 
 
 class CallRecord:
-    """The last :data:`KEPT` collectives and messages of this process, and what the program is waiting for.
+    """The last :data:`KEPT` collectives, sends and receives of this process, and what the program waits for.
 
     Attributes:
         blocked_on: a function that returns the task for which the program is waiting, if there is one. Only
@@ -63,7 +63,7 @@ class CallRecord:
             None.
         join_device: a function that selects this process's card for the calling thread. A thread must call it
             before it queries tasks.
-        names: names of process groups, such as "mp", by Paddle's number of the group.
+        names: names of process groups, such as "mp", by Paddle's group id.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.
         helper: prefix of the names of the threads for which the main thread waits; "" if it waits for none.
@@ -100,8 +100,8 @@ class CallRecord:
     @contextlib.contextmanager
     def awaiting(self, helper: str, *, polls: bool = False) -> Iterator[None]:
         """Context manager in which the main thread waits for threads whose names begin with ``helper``. With
-        ``polls``, it polls the other ranks until the threads of all ranks are done; the watchdog does not
-        count these collectives as progress."""
+        ``polls``, the main thread polls the other ranks until the threads of all ranks are done; the watchdog
+        does not count the polls as progress."""
         before = self.helper, self.polls
         self.helper, self.polls = helper, polls
         try:
@@ -110,7 +110,8 @@ class CallRecord:
             self.helper, self.polls = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """Record that the call with this ``task`` failed with ``error`` while the program waited for it."""
+        """Record that the call with this ``task`` failed with ``error`` while the program waited for the
+        call."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self.failure = call, error
@@ -129,8 +130,8 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Wrap a process group's ``method`` so that each call is recorded as ``operation``. Other methods
-        that are called from inside it are not recorded."""
+        """Wrap a process group's ``method`` so that each call is recorded as ``operation``. Calls of other
+        methods from inside ``method`` are not recorded."""
         nested = self._nested
 
         @functools.wraps(method)

@@ -122,7 +122,7 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
 
 
 def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
-    """Return a text that says in which calls ``ranks`` wait, such as ``ranks 0-2 wait in all_reduce #418 of
+    """Return a phrase that says in which calls ``ranks`` wait, such as ``ranks 0-2 wait in all_reduce #418 of
     the mp group [0..3]``. At most three calls are named."""
     by_call = _grouped(ranks, lambda rank: _shown(waits[rank]))
     parts = [f"{ranks_text(who)} {_verb_form(who, 'wait')} in {call}" for call, who in by_call.items()]
@@ -291,7 +291,7 @@ def _steps(reports: Mapping[int, Report]) -> str:
 
 
 def _grouped(ranks: Iterable[int], fact: Callable[[int], Fact]) -> dict[Fact, list[int]]:
-    """Return the ranks that have the same ``fact``, by fact."""
+    """Group ``ranks`` by the result of ``fact``. Returns {result: ranks}."""
     found: dict[Fact, list[int]] = {}
     for rank in ranks:
         found.setdefault(fact(rank), []).append(rank)

@@ -45,7 +45,7 @@ class CallNote:
             separately.
         peer: the rank of the job to which a message is sent or from which it comes; -1 for a collective.
         group: name and ranks of the process group, such as "the mp group [0..3]".
-        group_id: Paddle's number of the process group, the same on all ranks.
+        group_id: Paddle's id of the process group, the same on all ranks.
         ranks: the group's members, as ranks of the job.
         shape: shape of this rank's input tensor; None if there is none.
         seconds_ago: time from the start of the call to the report.
@@ -67,9 +67,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key under which :attr:`Report.counts` of other ranks counts this call, such as ``5`` for a
-        collective of process group 5. For a message, this is only the beginning of the key, ``5<`` or ``5>``;
-        the caller must append this rank's number in the job."""
+        """The key of this call in the :attr:`Report.counts` of other ranks. For a collective of process group
+        5, it is ``5``. For a message in this group, it is ``5<`` or ``5>``, to which the caller must append
+        this rank's number in the job."""
         if self.peer < 0:
             return str(self.group_id)
         # The other rank counts a send of this rank as a receive, and the reverse.
@@ -151,7 +151,8 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return the report that :meth:`to_json` has written. Raises ValueError if it is not complete."""
+        """Return the report that :meth:`to_json` has written as ``text``. Raises ValueError if ``text`` is
+        not a complete report."""
         try:
             tree = json.loads(text)
         except ValueError:
@@ -250,7 +251,7 @@ def _waits_for_a_device(frame: Any) -> bool:
 
 
 class _Groups:
-    """Looks up the number and the ranks of a process group. Paddle does not keep them in the group itself."""
+    """Looks up the id and the ranks of a process group. Paddle does not keep them in the group itself."""
 
     def __init__(self, record: CallRecord) -> None:
         collective = sys.modules.get("paddle.distributed.collective")
@@ -441,7 +442,7 @@ class ReportDir:
 
     def write(self, report: Report, text: str) -> bool:
         """Write this rank's report to the directory, as JSON for other ranks and as ``text`` for the user.
-        Returns whether the JSON file was written. The text file can be missing even if it was."""
+        Returns whether the JSON file was written. The text file can be missing even then."""
 
         def write_both() -> bool:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -467,7 +468,7 @@ class ReportDir:
 
     def _do_in_thread(self, act: Callable[[], Result]) -> Result | None:
         """Call ``act`` in the thread that accesses the directory of hang reports, and return its result; None
-        if it fails or takes too long."""
+        if ``act`` fails or takes too long."""
         if self._is_dead:
             return None
         self.open()

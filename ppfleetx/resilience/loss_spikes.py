@@ -149,8 +149,8 @@ class SpikeGuard:
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
-        """Return why the run must end after this spike, or "". Call it once per spike, because it counts how
-        often the run has gone back to each checkpoint."""
+        """Return why the run must end after this spike, or "". Must be called once per spike, because each
+        call counts how often the run has gone back to a checkpoint."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -165,16 +165,16 @@ class SpikeGuard:
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the guard's record of the last steps, as :meth:`state` returned it. With an empty
-        ``state``, the record starts anew. The counts of how often the run has gone back to each checkpoint
-        do not change."""
+        """Restore the values of the last steps from ``state``, which :meth:`state` returned. With an empty
+        ``state``, there are no earlier values. The counts of how often the run has gone back to each
+        checkpoint do not change."""
         self._losses = deque(state.get("losses", []), maxlen=self._options.window)
         self._norms = deque(state.get("grad_norms", []), maxlen=self._options.window)
         self._in_a_row = state.get("in_a_row", 0)
 
     def _agreed_jump(self, loss: float, grad_norm: float) -> str | None:
-        """Return which value jumped, ``loss`` or ``grad_norm``, or None if nothing jumped on any rank. All
-        ranks must call this."""
+        """Return the name of the value that jumped, ``loss`` or ``grad_norm``; None if no value jumped on any
+        rank. All ranks must call this."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

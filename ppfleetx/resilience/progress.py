@@ -37,8 +37,8 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context manager: ``place`` is the program's activity inside the block, and afterwards the previous
-        activity is restored. Both changes count as progress. After an exception, ``place`` stays, because
+        """Context manager that makes ``place`` the program's activity inside the block, and then restores the
+        previous activity. Both changes count as progress. After an exception, ``place`` stays, because
         reports of the error name the activity in which the error was raised."""
         before = self.place
         self.beat(place)

@@ -1,4 +1,5 @@
-"""Let SIGTERM and Ctrl-C stop a training run only after the current step, on all ranks at the same step."""
+"""Let SIGTERM and Ctrl-C stop a training run only after the current step, and all ranks after the same
+step."""
 
 from __future__ import annotations
 

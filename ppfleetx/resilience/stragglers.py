@@ -1,6 +1,6 @@
 """Find slow ranks by their *own time*: the part of a step in which a rank does not wait for other ranks. Each
 rank is compared with the ranks of its pipeline stage. A rank that is alone in its stage is compared with the
-ranks of the other stages, and counts as slow only if its own time is 1.5 times as long."""
+ranks of the other stages, and counts as slow only if its own time is at least 1.5 times theirs."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ class StragglerTable:
 
     def add(self, times: np.ndarray, step: int) -> None:
         """Add the times of one step, int64 ``[rank, 3]``: for each rank, the microseconds of the step, of
-        waiting for data, and of waiting for other ranks (:attr:`own`). All ranks must call this. After every
-        ``every`` steps, :attr:`found` has the slow ranks, if there are any; at other times, it is None."""
+        waiting for data, and of waiting for other ranks (:attr:`own`). All ranks must call this. After each
+        period of ``every`` steps, :attr:`found` has the slow ranks, if there are any; after other steps,
+        :attr:`found` is None."""
         self.found = None
         if not self._every or not times.any():
             return

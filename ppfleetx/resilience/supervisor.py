@@ -1,4 +1,4 @@
-"""Run a training command again when it fails, after all of its processes have ended. Unlike ``--max_restart``
+"""Restart a training command when it fails, after all of its processes have ended. Unlike ``--max_restart``
 of Paddle's launcher, this needs no etcd server."""
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Watchdog:
 
     @property
     def _longest_computing(self) -> float:
-        """Return for how many seconds CPU use alone counts as progress."""
+        """The number of seconds for which CPU use alone counts as progress."""
         limits = self._limits
         # There is no limit at the start, which can take long, and none for a single process, for which no
         # other rank waits.
@@ -126,8 +126,8 @@ class Watchdog:
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Exclude the time in which the process was suspended from the time without progress. ``seconds``
-        is the duration of the watchdog's last sleep, which is too long after a suspension."""
+        """Exclude the time in which the process was suspended from the time without progress. ``seconds`` is
+        the duration of the watchdog's last sleep; if it is too long, the process was suspended."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
@@ -259,7 +259,7 @@ def _since(reports: Mapping[int, Report]) -> str:
 
 
 def readable(report: Report) -> str:
-    """Format a hang report as text for the user."""
+    """Format a hang report for the user."""
     lines = [
         f"rank {report.rank} of {report.world_size}, process {report.pid} on {report.host}",
         f"step {report.step}, {report.place} for {report.place_seconds:.1f} s, no progress for "
@@ -305,7 +305,7 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Give the watchdog the process of each rank, so that hang reports can say why a rank does not respond.
+    """Tell the watchdog which process each rank is, so that hang reports can say why a rank does not respond.
     ``processes`` has the result of :func:`own_process` on each rank."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}

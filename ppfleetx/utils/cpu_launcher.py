@@ -2,8 +2,8 @@
 
     python -m ppfleetx.utils.cpu_launcher
 
-writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment. To undo it,
-delete the file. It affects only processes started as ``python -m paddle.distributed.launch``:
+writes a file ``ppfleetx_cpu_launcher.pth`` to the site-packages of this Python environment. To undo this,
+delete the file. The file affects only processes started as ``python -m paddle.distributed.launch``:
 
 - ``--devices 0,1`` works without a GPU.
 - Waiting for other nodes (``--master``) has a time limit.
@@ -42,8 +42,8 @@ from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 
 HOOK = "ppfleetx_cpu_launcher.pth"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Python runs only lines that begin with `import`. The environment must still work without ppfleetx.
-# Only a .pth file makes code run before Paddle's launcher when users start it by its usual command.
+# Only a .pth file makes code run before Paddle's launcher when users start it by its usual command. In such
+# a file, Python runs only lines that begin with `import`. The line must not fail without ppfleetx.
 _LINE = (
     f"import sys; '{LAUNCHER}' in sys.orig_argv and __import__('importlib.util', fromlist=['util'])"
     ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
@@ -53,23 +53,22 @@ _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _FOLLOW_SECONDS = 0.5
 _SAY_AFTER_SECONDS = 10.0  # seconds until the wait is reported
-_CAUSES = (EXIT_HUNG, EXIT_NO_MEMORY, EXIT_DEVICE)  # may make other ranks end with other codes
+_CAUSES = (EXIT_HUNG, EXIT_NO_MEMORY, EXIT_DEVICE)  # other ranks can then end with other codes
 _SIGNALED = 128  # a shell reports 128 + n for a program ended by signal n
 
 _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """If this process runs ``python -m paddle.distributed.launch``, make this launcher usable without a GPU
-    (:func:`prepare`)."""
+    """Make Paddle's launcher usable without a GPU (:func:`prepare`) if this process runs it."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Set up this process, which runs Paddle's launcher with the arguments ``options``: set
-    ``CUDA_VISIBLE_DEVICES`` if Paddle supports no card, limit the wait for other nodes, and make the exit
+    """Adapt Paddle's launcher, which this process runs with the arguments ``options``. Sets
+    ``CUDA_VISIBLE_DEVICES`` if Paddle supports no card, limits the wait for other nodes, and makes the exit
     code say why the job ended. A second call has no effect."""
     # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
@@ -112,7 +111,7 @@ def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> N
 
 def install(site_packages: Path | None = None) -> Path:
     """Write the ``.pth`` file that makes Python call :func:`apply` when it starts. ``site_packages`` is the
-    directory for the file (None: that of this environment). Returns its path."""
+    directory for the file; None: the site-packages of this environment. Returns the path of the file."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
@@ -171,7 +170,8 @@ def _watch(limit: float) -> None:
 
 def _end_with_conventional_code() -> None:
     """End the launcher with the exit code of the rank that best explains a failure. After a signal, the code
-    is 128 + the number of the signal, or 0 if all ranks ended without an error. Python calls this at exit."""
+    is 0 if all ranks ended without an error, and otherwise 128 + the number of the signal. Registered with
+    ``atexit``."""
     controller = _controller()
     if controller is None:
         return
@@ -179,8 +179,8 @@ def _end_with_conventional_code() -> None:
     number = getattr(controller, "sigint", None)
     if number is not None:
         _log.follow(controller)
-        # Paddle's launcher exits with the bare number of the signal: 2 after Ctrl-C, our code for a user
-        # error.
+        # Paddle's launcher exits with the bare number of the signal: 2 after Ctrl-C, which would mean
+        # EXIT_USER_ERROR.
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALED + number
     else:
         failed = next((code for code in codes if code), 0)
@@ -215,8 +215,9 @@ class _Log:
         self._rest: BinaryIO | None = None
 
     def follow(self, controller: Any) -> bool:
-        """Open the first rank's log if the launcher has created it, and after a signal print the part of it
-        that the launcher has not shown. Call this repeatedly. Returns whether the log exists."""
+        """Open the first rank's log once the launcher has created it. After a signal, print the part of the
+        log that the launcher has not shown. Must be called repeatedly. Returns whether the log has been
+        opened."""
         first = next(iter(controller.pod.containers), None)
         opened = getattr(first, "_log_handler", None)
         start = getattr(first, "_log_start_offset", None)
@@ -241,8 +242,8 @@ _log = _Log()
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Wait until the nodes of the job have met. End the launcher with a message if they cannot meet, or have
-    not met after ``limit`` seconds."""
+    """Wait until the rendezvous of the job's nodes is complete. End the launcher with a message if it is
+    impossible, or not complete after ``limit`` seconds."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -272,7 +273,8 @@ class _Meeting:
         self._port, self._where = int(port or 0), address
 
     def examine_port(self) -> None:
-        """End the launcher with a message if the port where the nodes meet is taken by another program."""
+        """End the launcher with a message if the rendezvous port on this machine cannot be opened or belongs
+        to another program or job."""
         if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
             problem = self._problem_of_port()
             if problem and self._controller.master.server is None and _is_meeting(self._controller):
@@ -305,7 +307,7 @@ class _Meeting:
         return ""
 
     def state(self) -> str:
-        """Return what the launcher is waiting for, and what the user can do."""
+        """Return a sentence that says what the launcher is waiting for, with advice for the user."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -328,7 +330,7 @@ class _Meeting:
 
         Raises:
             OSError: nothing answers at the address of that launcher.
-            ValueError, http.client.HTTPException: what answers is not a launcher.
+            ValueError, http.client.HTTPException: a program answers that is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:
             raise ValueError("it is not a launcher")

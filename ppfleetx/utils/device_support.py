@@ -1,5 +1,5 @@
-"""Find out, without importing Paddle, which device it will use, and whether the device supports the
-configuration."""
+"""Find out which device Paddle will use, and whether the device supports the configuration. Paddle is not
+imported."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HALF_TYPES = ("float16", "bfloat16")
 """The 16-bit types in which a device may compute."""
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
-"""Environment variable with a directory of plugins that Paddle loads. The file names usually, but not always,
-name the device."""
+"""Environment variable with a directory of plugins that Paddle loads. The name of a plugin's file usually,
+but not always, contains the device's name."""
 _PLUGINS_FOLDER = "paddle_custom_device"
 # Patterns in Paddle's errors during its import.
 _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")
@@ -37,7 +37,8 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``); None if it can."""
+    """Return the reason why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``); None if it
+    can."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -46,8 +47,8 @@ def cpu_obstacle(dtype: str) -> str | None:
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Return a sentence for each key of ``cfg`` whose value ``device``, a kind such as ``cpu``, does not
-    support. Only 16-bit computation on a CPU is examined."""
+    """Return a sentence for each key of ``cfg`` whose value the device does not support. ``device`` is a kind
+    of device, such as ``cpu``. Only 16-bit computation on a CPU is checked."""
     precision = cfg.Engine.mix_precision
     if device != "cpu" or precision.enable is not True:
         return []
@@ -61,9 +62,9 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """Return the kind of device that a value of ``Global.device`` selects; for ``auto``, a card that the
-    installed Paddle supports, or else the CPU. ``place`` is where the value was set, for the error message.
-    Raises ConfigError for an unsupported kind."""
+    """Return the kind of device that ``wanted``, a value of ``Global.device``, selects. ``auto`` selects a
+    card that the installed Paddle supports, or else the CPU. ``place`` is where the value was set, for the
+    error message. Raises ConfigError if Paddle does not support the device."""
     cards = _kinds_of_cards()
     if wanted == "auto":
         return next(iter(cards), CPU)
@@ -79,8 +80,8 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Return advice on what to install for a kind of device, as the beginning of a sentence such as "Install
-    the plugin for npu". For a misspelled name, it begins with "Did you mean"."""
+    """Return advice on what to install for the kind of device ``wanted``, as the beginning of a sentence,
+    such as "Install the plugin for npu". For a misspelled kind, the advice begins with "Did you mean"."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -118,9 +119,11 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return False only if the installed Paddle is known not to support a kind of device."""
+    """Return whether the installed Paddle may support the device ``kind``: False only if it certainly does
+    not."""
     is_here = kind == CPU or kind in _kinds_of_cards()
-    # The user's own directory of plugins may have any kind, and so may a Paddle that is not installed yet.
+    # The user's own directory can have a plugin for any kind, and a Paddle that is not installed yet can
+    # support any kind.
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 

@@ -31,8 +31,8 @@ _AFTER_KILL_SECONDS = 30.0
 
 
 def end_with_launcher() -> None:
-    """Make this rank end when its launcher ends: by SIGTERM, and later by SIGKILL. Has no effect in a process
-    that Paddle's launcher has not started."""
+    """Make this rank end when its launcher ends: by SIGTERM, and later by SIGKILL. Has no effect unless
+    Paddle's launcher started this process."""
     if _SET_BY_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
     _watched.add(os.getpid())
@@ -107,7 +107,7 @@ def descendants() -> list[int]:
 
 def end_descendants(grace: float) -> list[int]:
     """End all descendants of this process: by SIGTERM, and ``grace`` seconds later by SIGKILL. Returns the
-    ids of those that still run."""
+    ids of the processes that still run."""
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
         signaled: set[int] = set()
         deadline = time.monotonic() + seconds

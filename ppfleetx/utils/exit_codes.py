@@ -30,7 +30,7 @@ EXIT_READER_GONE = 141  # the exit code in a shell after SIGPIPE
 # The launcher checks its ranks every second or two, shows the log of the first rank that has ended, and ends
 # the others. It should find the rank that failed, not a rank that ended because of that failure.
 _LAUNCHER_LOOKS_SECONDS = 5.0
-# Seconds for which this process may run on after the loss of another process.
+# Seconds for which this process can keep running after the loss of another process.
 _GRACE_SECONDS = 20.0
 
 
@@ -41,7 +41,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
 
     - 3 if another process of the job has ended
     - 5 if memory ran out
-    - 6 for an error of the card
+    - 6 after an error of the accelerator
     - 130 after Ctrl-C
     - 141, without a message, if the reader of standard output is gone (``| head -1``)
 
@@ -124,7 +124,8 @@ def _end_by_signal() -> None:
 
 
 def _keep_exit_code() -> None:
-    """Ignore SIGTERM in a rank that ends by itself. The launcher's SIGTERM would replace its exit code."""
+    """Ignore SIGTERM in a rank that ends by itself. The launcher's SIGTERM would replace the rank's exit
+    code."""
     if is_rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -14,13 +14,13 @@ from ppfleetx.utils.device_support import HALF_TYPES, NPU
 
 TABLE = Path(__file__).with_suffix(".json")
 GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
-"""Backends, in Paddle's registry, that run on a GPU."""
+"""Backends in Paddle's kernel registry that run on a GPU."""
 PLUGIN_BACKENDS = ("CUSTOM",)
 """Backends of kernels that Paddle provides for the devices of all plugins."""
 
-# Used only on GPUs; the process groups of plugins need no kernel for all_reduce.
+# Prefixes of kernels used only on GPUs. The process groups of plugins need no kernel for all_reduce.
 _GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
-# Types that ppfleetx replaces by float32 on the devices of plugins.
+# (kernel, type): on the devices of plugins, ppfleetx calls the kernel with float32 instead of the type.
 _IN_FLOAT32 = {
     *product(("dropout", "dropout_grad", "relu", "relu_grad"), HALF_TYPES),
     ("searchsorted", "int32"),  # for flashmask
@@ -67,7 +67,8 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 def host_operator_notes(cfg: RunConfig, device: str) -> list[str]:
     """Return a sentence for each configuration key that makes a run on an Ascend card do some operations on
-    the host. ``docs/devices/ascend.md`` has the full list of these operations."""
+    the host. For other devices, the list is empty. ``docs/devices/ascend.md`` has the full list of these
+    operations."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -17,8 +17,8 @@ MAX_JSON_BYTES = 64 * 1024 * 1024
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Context manager that opens a file to read bytes. Raises an exception of the class ``error`` if it does
-    not exist or cannot be read."""
+    """Context manager that opens a file to read bytes. Raises an exception of the class ``error`` if the file
+    does not exist or cannot be read."""
     try:
         with Path(path).open("rb") as file:
             yield file
@@ -27,8 +27,8 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
 
 
 def first_bytes(path: str | Path) -> bytes:
-    """Return the first 8 bytes of a file. Raises CheckpointError if it cannot be read, or is only a Git LFS
-    pointer."""
+    """Return the first 8 bytes of a file. Raises CheckpointError if the file cannot be read, or is only a Git
+    LFS pointer."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -37,8 +37,8 @@ def first_bytes(path: str | Path) -> bytes:
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Return the result of ``os.stat``. Raises an exception of the class ``error`` if the file does not
-    exist."""
+    """Return the result of ``os.stat``. Raises an exception of the class ``error`` if the file does not exist
+    or cannot be accessed."""
     try:
         return Path(path).stat()
     except OSError as reason:
@@ -56,8 +56,8 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
 
 
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
-    """Return the bytes of a file. Raises an exception of the class ``error`` if it cannot be read, or is
-    longer than ``max_bytes``."""
+    """Return the bytes of a file. Raises an exception of the class ``error`` if the file cannot be read, or
+    is longer than ``max_bytes``."""
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -76,8 +76,8 @@ def read_json(
 
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
     """Parse JSON text that contains an object, and return it as a dictionary. ``place`` says where the text
-    comes from. Raises an exception of the class ``error`` if it is not valid JSON, has NaN or an infinity, is
-    not an object, or has a key twice."""
+    comes from. Raises an exception of the class ``error`` if the text is not valid JSON, has NaN or an
+    infinity, is not an object, or has a duplicate key."""
     try:
         text = content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)

@@ -30,8 +30,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
-    """Return an error that says how to install the library whose import has failed with ``error``; None if it
-    is not one of the required libraries."""
+    """Return an error that says how to install the library whose import has failed with ``error``; None if
+    that library is not a required one."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(

@@ -31,8 +31,8 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
 
 
 class _Handler(logging.StreamHandler):
-    """A log handler that passes on a broken pipe, as after ``| head -1``, so that the program ends. Python's
-    own handler prints a traceback and goes on."""
+    """A log handler that re-raises BrokenPipeError, as after ``| head -1``, so that the program ends.
+    Python's own handler prints a traceback and continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
         if isinstance(sys.exception(), BrokenPipeError):
@@ -41,7 +41,7 @@ class _Handler(logging.StreamHandler):
 
 
 class _Stdout:
-    """A stream that writes to the current ``sys.stdout``, which a progress bar or a test may replace."""
+    """A stream that writes to the current ``sys.stdout``, which a progress bar or a test can replace."""
 
     def write(self, text: str) -> int:
         return sys.stdout.write(text)

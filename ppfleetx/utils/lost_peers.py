@@ -58,15 +58,15 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """Enable :func:`report_lost`: after another process of the job is lost, it ends this process with
-    ``exit_code``, ``grace`` seconds later."""
-    # Usually, an error in the next communication ends this process earlier, but until then it may compute for
-    # hours.
+    """Allow :func:`report_lost` to end this process with ``exit_code``, ``grace`` seconds after another
+    process of the job is lost."""
+    # Usually, an error in the next communication ends this process earlier, but until then the process
+    # can compute for hours.
     _state.grace, _state.exit_code = grace, exit_code
 
 
 def may_end_process() -> bool:
-    """Return whether ppfleetx may end this process: True only for its own programs, which have called
+    """Return whether ppfleetx may end this process: True only in ppfleetx's own programs, which call
     :func:`end_with_peers`."""
     return _state.grace is not None
 
@@ -83,10 +83,10 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """End this process, after a delay, because another process of the job is gone. The delay is the ``grace``
-    of :func:`end_with_peers`; this function itself returns at once. At the end, ``sentence`` is printed and
-    ``say_goodbye`` called. Does nothing if :func:`end_with_peers` was not called, or if this process is
-    already about to end."""
+    """End this process, after a delay, because another process of the job is gone. This function itself
+    returns at once. After the ``grace`` of :func:`end_with_peers`, ``sentence`` is printed, ``say_goodbye``
+    is called, and the process ends. Does nothing if :func:`end_with_peers` was not called, or if this process
+    is already about to end."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))

@@ -1,4 +1,4 @@
-"""What Linux says about this machine and its processes: CPU, memory, activity, network interfaces."""
+"""Read from Linux the state of this machine and its processes: CPU, memory, activity, network interfaces."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask Linux to use huge pages of 2 MiB for a block of memory, which makes reading large matrices faster.
+    """Ask Linux to use huge pages of 2 MiB for a block of memory, so that reading large matrices is faster.
     Does nothing if the system cannot do that, or for a block smaller than 256 KiB."""
     if num_bytes < _SMALLEST:
         return

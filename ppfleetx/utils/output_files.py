@@ -56,7 +56,7 @@ def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> I
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
     """Remove temporary files that :func:`atomic_write` has left in ``directory`` because a process was killed
-    while it wrote one of ``names``. No other process may be writing these files."""
+    while it wrote one of the files ``names``. Must not be called while another process writes these files."""
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
             path.unlink(missing_ok=True)
@@ -127,9 +127,9 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
-    """Context manager that holds a lock file at ``path``, which one process at a time can hold. Raises the
-    exception ``refusal`` if another process still holds it after ``seconds``. The file is not deleted at the
-    end."""
+    """Context manager that holds a lock on the file ``path``, which only one process at a time can hold.
+    Raises the exception ``refusal`` if another process still holds the lock after ``seconds``. The file is
+    not deleted at the end."""
     deadline = time.monotonic() + seconds
     with path.open("ab") as file:
         while True:

@@ -54,7 +54,8 @@ def _import(name: str, named_by: str) -> None:
 
 
 def _import_error(error: BaseException, name: str, named_by: str) -> ConfigError:
-    """Return the error for a plugin that cannot be imported. It says what is wrong, and in which line."""
+    """Return the error for a plugin that cannot be imported. The message says what is wrong, and in which
+    line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

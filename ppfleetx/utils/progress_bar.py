@@ -13,7 +13,8 @@ _REDRAWS_PER_SECOND = 4
 
 
 class ProgressBar:
-    """A progress bar in one line: a description, percentage, rate, time left, and a text that may change."""
+    """A progress bar in one line: a description, percentage, rate, time left, and a string that can
+    change."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class ProgressBar:
             self._drawing.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
-        """Advance the bar by ``amount``. ``text``, if given, replaces the text at the end of the bar."""
+        """Advance the bar by ``amount``. ``text``, if given, replaces the string at the end of the bar."""
         if self._drawing is not None:
             self._drawing.advance(amount, text)
 

@@ -29,7 +29,7 @@ class Setting:
 
 
 Override = str | Setting
-"""The text after ``-o``, or a typed value."""
+"""The string after ``-o``, or a :class:`Setting` with a typed value."""
 
 
 def overridden_keys(overrides: Iterable[Override]) -> set[str]:
@@ -105,7 +105,8 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether ``later``, an override of the same key or of a section around it, repeats ``earlier``."""
+    """Whether ``later``, an override of the same key or of a section around it, repeats the value of
+    ``earlier``."""
     value = value_at(plain_value(later.node), earlier.path[len(later.path) :])
     return value is not UNSET and same_value(node_of(value, later.place), earlier.node)
 
@@ -120,7 +121,7 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
         inner = "" if error.key is None else f" (at {error.key})"
         about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"
         raise ConfigError(f"{about} {error.rule}", key=key, value=text, place=place) from None
-    if node is None:  # empty or only a YAML comment; a text field takes the comment as its text
+    if node is None:  # empty or only a YAML comment; a string field takes the comment as its value
         return Node(text, place) if text_field and text.strip() else Node(None, place, "")
     if text_field and node.text is not None:
         return Node(node.value, place, text)

@@ -1,4 +1,4 @@
-"""Parse YAML files to trees of nodes that record the file and line of each value."""
+"""Parse YAML files into trees of nodes that record the file and line of each value."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ def read_yaml(
     place: str | None = None,
     is_ours: bool = True,
 ) -> Node:
-    """Read a YAML file that contains a mapping, as a tree of nodes.
+    """Read a YAML file that contains a mapping, and return it as a tree of nodes.
 
     Args:
         key, value, place: the configuration entry that names the file, for messages.
-        is_ours: False for files of other toolkits, which may have dots in keys, keys repeated with an equal
-            value, and ``<<``.
+        is_ours: False for files of other toolkits: accept dots in keys, keys repeated with an equal value,
+            and ``<<``.
 
     Raises:
-        ConfigError: the file cannot be read, or its content is no mapping.
+        ConfigError: the file cannot be read, or does not contain a mapping.
     """
     text = read_text(path, key=key, value=value, place=place)
     node = parse_yaml(text, shown_path(path), with_lines=True, is_ours=is_ours)
@@ -135,16 +135,16 @@ def made_sections(path: Path, place: str) -> Sections:
 
 
 def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool = True) -> Node | None:
-    """Parse the text of one YAML document to a tree of nodes; None if it is empty.
+    """Parse one YAML document into a tree of nodes. Returns None for an empty document.
 
     Args:
-        place: the file or option that the text comes from.
+        place: the file or option that ``text`` comes from, for messages.
         with_lines: whether the places of nodes have line numbers.
-        is_ours: False for files of other toolkits, which may have dots in keys, keys repeated with an equal
-            value, and ``<<``.
+        is_ours: False for files of other toolkits: accept dots in keys, keys repeated with an equal value,
+            and ``<<``.
 
     Raises:
-        ConfigError: the text is not valid YAML or breaks a rule.
+        ConfigError: ``text`` is not valid YAML, or has tags or keys that a configuration must not have.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -165,7 +165,7 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that leaves unquoted scalars as text, for :func:`plain_scalar` to parse."""
+    """A YAML loader that keeps unquoted scalars as strings, which :func:`plain_scalar` parses later."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         is_plain = kind is yaml.ScalarNode and implicit[0]
@@ -173,7 +173,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Tree:
-    """Converts the nodes of PyYAML to :class:`Node`, which record file and line."""
+    """Converts PyYAML's nodes to :class:`Node` objects, which record the file and line of each value."""
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours

@@ -37,7 +37,7 @@ class Node:
 
 
 def plain_scalar(text: str) -> Any:
-    """Parse an unquoted YAML scalar. Unlike in YAML 1.1, ``2e-5`` is a number, and ``1:30`` is text."""
+    """Parse an unquoted YAML scalar. Unlike in YAML 1.1, ``2e-5`` is a number, and ``1:30`` is a string."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
@@ -146,8 +146,8 @@ def value_at(values: Any, path: Sequence[str]) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return one node per file name. ``node`` is one name or a list of names; the result is empty if
-    ``node`` is null in the file, or None.
+    """Return a list with one node for each file name in ``node``, which holds one name or a list of names.
+    The list is empty if ``node`` is None or holds null.
 
     Raises:
         ConfigError: ``node`` is anything else.

@@ -40,7 +40,8 @@ _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 def is_of_quantizer(name: str) -> bool:
-    """Whether the parameter is a scale or clipping bound of a linear layer's quantizer, not a weight."""
+    """Whether the parameter ``name`` is a scale or clipping bound of a linear layer's quantizer, not a
+    weight."""
     return f".{QUANTIZER}." in name
 
 

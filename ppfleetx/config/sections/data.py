@@ -81,7 +81,7 @@ class DatasetConfig(Section):
     """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. For GLUE tasks and files with
     records (PromptResponseDataset, ChatDataset): the name of the file, e.g. `train`."""
     max_seq_len: Size = 1024
-    """Tokens per sample; longer texts are cut. The default is limited to the model's number of positions."""
+    """Tokens per sample; longer texts are cut. The default is limited to the model's context length."""
     prompt_field: Text = "prompt"
     """PromptResponseDataset: field of the prompt."""
     response_field: Text = "response"
@@ -321,8 +321,8 @@ class DataConfig(Section):
     """Test data. `ppfleetx eval` predicts it for a GLUE task, and `ppfleetx index` prepares it; no other
     command reads it."""
     tokenizer: TokenizerConfig | None = None
-    """The tokenizer. Generation, datasets of texts, and `eod_mask_loss`/`reset_*` without `eod_id` need
-    it."""
+    """The tokenizer. Generation, datasets of text records, and `eod_mask_loss`/`reset_*` without `eod_id`
+    need it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
         """Yield (mode, section) for each of ``modes`` whose section is set.

@@ -71,15 +71,15 @@ class GlobalConfig(Section):
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
     """Modules that register parts named in this configuration, e.g. `[my_package.my_callbacks]`. A file alone
-    must not make code run: it is refused unless the command line (`--plugin`) or the variable
-    `PPFLEETX_PLUGINS` names the same modules. Plugins that are only named there are added to this list."""
+    must not make code run: the configuration is refused unless the command line (`--plugin`) or the variable
+    `PPFLEETX_PLUGINS` names the same modules. Modules that only these two name are added to this list."""
 
 
 class MixedPrecisionConfig(Section):
     """Mixed precision: which operations compute in 16 bits, and the loss scale."""
 
     enable: Literal["auto"] | Bool = False
-    """Compute in `dtype` instead of float32; auto: do so if the device supports it. The log says which."""
+    """Compute in `dtype` instead of float32; auto: do so if the device supports it, and log the choice."""
     dtype: Literal["float16", "bfloat16"] = "float16"
     """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
@@ -89,12 +89,13 @@ class MixedPrecisionConfig(Section):
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
     use_dynamic_loss_scaling: Bool = True
-    """Halve the scale on overflow, and double it after a time without overflow; false: always
-    `scale_loss`."""
+    """Halve the scale after overflows (see `hysteresis`), and double it after `incr_every_n_steps` steps
+    without overflow; false: always `scale_loss`."""
     incr_every_n_steps: PositiveInt = 1000
-    """Steps without overflow before the scale doubles."""
+    """Number of steps without overflow after which the scale doubles."""
     hysteresis: PositiveInt = 2
-    """Overflows before the scale halves."""
+    """Number of overflows after which the scale halves. Every further overflow halves it again, until the
+    scale has doubled once."""
     main_grad_fp32: Bool = True
     """Accumulate and reduce gradients in float32 (level O2)."""
     custom_black_list: tuple[Text, ...] = ()
@@ -170,8 +171,8 @@ class SaveLoadConfig(Section):
     """Restore the random number generators on resume."""
     reset_data: Bool = False
     """Start the data from the beginning on resume (for another corpus). Steps, schedules and the ramps of
-    batch size and sequence length continue. A run that `resume` continues starts over only the first time.
-    Later restarts by the same command continue in the data."""
+    batch size and sequence length continue. If `resume` continues a run, its data start over only the first
+    time. Later restarts by the same command continue in the data."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
     """The learning-rate schedule on resume. `checkpoint`: that of the checkpoint. `config`: that of this
     configuration. `strict`: an error if the two differ."""
@@ -255,11 +256,13 @@ class EngineConfig(Section):
     """The training loop: its length, logging, evaluation, checkpoints and checks."""
 
     max_steps: PositiveInt = 500000
-    """Optimizer steps of the run; it ends with a checkpoint."""
+    """Optimizer steps of the run, which ends with a checkpoint. In run mode `epoch`, this is only an upper
+    limit."""
     num_train_epochs: PositiveInt = 1
     """Passes over the data in run mode `epoch`."""
     run_mode: Literal["step", "epoch"] = "step"
-    """Count logging, evaluation and saving in optimizer steps or in epochs."""
+    """Unit of the run's length and of the intervals between evaluations and between checkpoints: optimizer
+    steps or epochs."""
     accumulate_steps: PositiveInt | None = None
     """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. A value in a file that
     contradicts these sizes is replaced, with a warning; on the command line, it is an error."""
@@ -330,7 +333,7 @@ class ProfilerSummaryConfig(Section):
     mem: Bool = False
     """Memory by operator."""
     memcpy: Bool = False
-    """Copies."""
+    """Memory copies."""
 
 
 class ProfilerConfig(Section):
@@ -339,7 +342,7 @@ class ProfilerConfig(Section):
     enable: Bool = False
     """Profile the steps of `scheduler`."""
     scheduler: tuple[CountInt, CountInt] = (1, 5)
-    """First step to profile, and the step before which profiling ends."""
+    """First step to profile, counted from 0, and the step before which profiling ends."""
     profiler_log: PathText = "profiler_log"
     """Directory of the chrome trace, within `Engine.save_load.output_dir`."""
     detailed: Bool = False
@@ -347,7 +350,7 @@ class ProfilerConfig(Section):
     record_shapes: Bool = True
     """Record input shapes of operators."""
     profile_memory: Bool = True
-    """Record memory."""
+    """Record memory use."""
     summary: ProfilerSummaryConfig = ProfilerSummaryConfig()
 
     def violations(self) -> Iterator[RuleError]:

@@ -30,12 +30,12 @@ READ_BY = {
     "sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed"),
     "beam_search": ("num_beams", "num_beam_groups", "diversity_rate", "length_penalty", "early_stopping"),
 }
-"""Keys that only one ``decode_strategy`` reads."""
+"""For each ``decode_strategy``, the keys that no other strategy reads."""
 
 
 def _id_of_text(value: Any) -> Any:
-    """Validator that converts a token id written as text to a number. Keys of JSON objects are always
-    text."""
+    """Validator that converts a token id from a string to a number. Keys of JSON objects are always
+    strings."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
@@ -68,11 +68,11 @@ class StructuredOutputs(Section):
     json_object: Bool = False
     """Any JSON object."""
     regex: Text | None = None
-    """A text that matches this regular expression as a whole."""
+    """Text that matches this regular expression as a whole."""
     choice: tuple[Text, ...] | None = None
-    """One of these texts."""
+    """One of these strings."""
     grammar: Text | None = None
-    """A text that this grammar accepts. The grammar is in Lark's notation or in llama.cpp's GBNF."""
+    """Text that conforms to this grammar, which is in Lark's notation or in llama.cpp's GBNF."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,7 +112,7 @@ class TokenOptions(Section):
     no_repeat_ngram_size: CountInt = 0
     """No sequence of this many tokens occurs twice, including the prompt; 0: no limit."""
     bad_words: tuple[Text | tuple[CountInt, ...], ...] = ()
-    """Texts or lists of token ids that must not occur. A text is excluded both at the start of a word and
+    """Strings or lists of token ids that must not occur. A string is excluded both at the start of a word and
     inside a word."""
     suppress_tokens: tuple[CountInt, ...] = ()
     """Token ids that must not occur."""
@@ -167,9 +167,9 @@ class GenerationConfig(TokenOptions):
     exported program does so only for a batch of one prompt, after `min_dec_len`, and without a
     `repetition_penalty`. The server uses `Serve.prompt_lookup_num_tokens` instead."""
     assistant_model: PathText | None = None
-    """Draft model for greedy search: a smaller model with the same tokenizer; null: none. It proposes tokens,
-    and this model checks them in one pass. This changes the speed, not the text. The value is a directory, a
-    GGUF file or `hf:ORG/NAME`."""
+    """Draft model for greedy search: a smaller model with the same tokenizer; null: none. The draft model
+    proposes tokens, and the main model checks them in one pass. This changes the speed, not the text. The
+    value is a directory, a GGUF file or `hf:ORG/NAME`."""
     num_assistant_tokens: PositiveInt = 20
     """The largest number of tokens that the assistant proposes for one pass. After wrong proposals, it
     proposes fewer."""
@@ -178,11 +178,11 @@ class GenerationConfig(TokenOptions):
     seed: Seed | None = None
     """Seed of sampling; null: `Global.seed`."""
     prompt: Text | tuple[Text, ...] | None = None
-    """One prompt or a list of them."""
+    """One prompt or a list of prompts."""
     prompt_file: PathText | None = None
     """A file with one prompt per line."""
     stop: Text | tuple[Text, ...] | None = None
-    """Generation ends before any of these texts."""
+    """A string or a list of strings. The continuation ends before the first of these strings that occurs."""
     logprobs: CountInt | None = None
     """Return log-probabilities: of each new token, and of this many of the most likely tokens at its
     position; null: none. They come from the model alone, before any option such as a penalty is applied."""
@@ -271,7 +271,7 @@ class TensorRTConfig(Section):
     workspace_size: PositiveInt = 1 << 30
     """Bytes TensorRT may use."""
     min_subgraph_size: PositiveInt = 3
-    """Paddle runs smaller subgraphs itself."""
+    """Smallest number of operators in a subgraph that TensorRT runs; Paddle runs smaller subgraphs itself."""
     precision: Literal["fp32", "fp16", "int8"] = "fp16"
     """Precision of the subgraphs."""
     use_static: Bool = False
@@ -336,7 +336,7 @@ class OfflineEvalConfig(Section):
     """Accuracy of the last word of each text, instead of perplexity."""
     cloze_strict: Bool = True
     """Cloze: an answer is right if every token of the last word is the most likely one; false: if the last
-    token is."""
+    token of the word is."""
     detokenizer: DetokenizerName | None = None
     """Perplexity: rules that remove the benchmark's spaces around punctuation (lambada and none change
     nothing); null: wikitext or ptb if the file's name contains `wiki` or `ptb`, else none."""

@@ -118,11 +118,11 @@ class ModelConfig(Section):
     attention_probs_dropout_prob: Fraction = 0.1
     """Dropout on attention probabilities."""
     max_position_embeddings: Size = 1024
-    """Length of the longest sequence. With learned positions, this is also the number of rows of the
-    table."""
+    """Context length: the largest number of tokens in a sequence. With learned positions, this is also the
+    number of rows of the table."""
     position_embedding_type: Annotated[str, Registered(POSITIONS)] = "learned_absolute"
-    """Position embedding: a learned table, rotary positions of queries and keys (rope), a bias of the scores
-    that grows with the distance (alibi), or none."""
+    """Position encoding: a learned table, rotary positions of queries and keys (rope), biases of the
+    attention scores that are linear in the distance (alibi), or none."""
     position_offset: CountInt = 0
     """Learned positions: the row of the table for the first token. The table has this many extra rows
     (OPT)."""
@@ -131,14 +131,15 @@ class ModelConfig(Section):
     embedding_multiplier: PositiveFloat = 1.0
     """Factor of the word embeddings, e.g. `sqrt(hidden_size)` for Gemma."""
     residual_multiplier: PositiveFloat = 1.0
-    """Factor of the outputs of attention and of the MLP, before they are added to the layer's input."""
+    """Factor by which the outputs of attention and of the MLP are multiplied before they are added to the
+    layer's input."""
     attention_multiplier: PositiveFloat | None = None
-    """Factor of the scores before the softmax; null: `1 / sqrt(head_dim)`."""
+    """Factor of the attention scores before the softmax; null: `1 / sqrt(head_dim)`."""
     logits_multiplier: PositiveFloat = 1.0
     """Factor of the logits."""
     attn_logit_softcapping: PositiveFloat | None = None
-    """Soft limit c of the scores, `c * tanh(score / c)` (Gemma 2); null: none. Flash attention does not
-    support it."""
+    """Soft limit c of the attention scores, `c * tanh(score / c)` (Gemma 2); null: none. Flash attention does
+    not support it."""
     final_logit_softcapping: PositiveFloat | None = None
     """Soft limit of the logits; null: none."""
     rotary_base: PositiveFloat = 10000.0
@@ -164,8 +165,8 @@ class ModelConfig(Section):
     tie_word_embeddings: Bool = True
     """The output head shares the matrix of the word embedding."""
     add_bias_linear: Bool = True
-    """Whether all linear layers have biases. The next three keys override this for single layers; null: no
-    override."""
+    """Whether all linear layers have biases. Each of the next three keys overrides this for one kind of
+    linear layer; null: no override."""
     add_qkv_bias: Bool | None = None
     """Bias of the query/key/value projection."""
     add_out_proj_bias: Bool | None = None
@@ -175,20 +176,20 @@ class ModelConfig(Section):
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
     qk_layernorm: Literal["all_heads", "each_head"] | Bool = False
-    """Normalize the query and the key of each head before rotary positions, with one gain that all heads
-    share. `each_head` (Command-R+, StableLM 2) has a separate gain for each head and no bias. `all_heads`
-    (OLMo 2) normalizes the queries of all heads as one vector, with a gain for each element, and the keys
-    likewise; it needs `normalization: RMSNorm`."""
+    """Normalization of queries and keys before rotary positions; false: none. true: in each head, with one
+    gain that all heads share. `each_head` (Command-R+, StableLM 2): in each head, with a separate gain for
+    each head and no bias. `all_heads` (OLMo 2): the queries of all heads as one vector, with a gain for each
+    element, and the keys likewise; this needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
     """Compute keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null:
-    ordinary heads. It needs rotary positions."""
+    ordinary attention. Latent attention needs rotary positions."""
     parallel_residual: Bool = False
     """Attention and the MLP both read the layer's input, each through its own norm, and both outputs are
     added to it; false: the MLP reads the sum of the input and attention's output."""
     shared_input_norm: Bool = False
     """With `parallel_residual`: attention and the MLP share one input norm (GPT-J, Falcon, Cohere)."""
     sandwich_norm: Bool = False
-    """A further norm after attention and after the MLP, before the residual addition."""
+    """Add a norm after attention and one after the MLP, before the residual addition."""
     pre_norm: Bool = True
     """Normalize the inputs of attention and the MLP; false (OLMo 2): only their outputs, which needs
     `sandwich_norm`."""
@@ -216,7 +217,8 @@ class ModelConfig(Section):
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
     attention_window: Size | None = None
-    """A position attends to itself and to at most this many positions before it; null: to all of them."""
+    """A position attends to itself and to at most this many positions before it; null: to all positions
+    before it."""
     attention_window_layers: tuple[CountInt, ...] | None = None
     """The layers (from 0) that have the window; null: all."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
@@ -259,7 +261,7 @@ class ModelConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_classes: PositiveInt | None = None
     """Number of classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number;
-    null: the task's number."""
+    null: the number of classes of the GLUE task."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and freeze the rest; null: train all weights."""
 
@@ -325,8 +327,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """A normalized copy of the section ``moe``; None if the model is dense. Two models with the same
-        network have equal copies."""
+        """A copy of the section ``moe`` in which keys that do not shape the network have fixed values; None
+        if the model is dense. Two models with the same network have equal copies."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -389,7 +391,8 @@ class ModelConfig(Section):
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
-        """Why heads and MLP units cannot be pruned, as (configuration key, reason); None if they can."""
+        """The reason why heads and MLP units cannot be pruned, as (configuration key, reason); None if they
+        can."""
         reasons = {
             "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",
             "latent_attention": "such layers cannot be pruned",

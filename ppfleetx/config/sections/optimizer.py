@@ -52,7 +52,7 @@ class LRConfig(Section):
     optimizer steps, or training samples as with Megatron-LM's `--train-samples`. The unit matters if the
     batch size grows (`Global.rampup_batch_size`). Steps without an update do not count."""
     decay_steps: PositiveInt | None = None
-    """Optimizer step (or sample) after which the rate is `min_lr`; null: all of the run."""
+    """Optimizer step (or sample) after which the rate is `min_lr`; null: the end of the run."""
     warmup_steps: CountInt | None = None
     """Length of the warm-up in optimizer steps (or samples); not together with `warmup_rate`."""
     warmup_rate: Fraction | None = None
@@ -63,7 +63,7 @@ class LRConfig(Section):
     """Shape of the final decay of `wsd`."""
 
     def length_of(self, steps: int, batch: BatchPlan) -> int:
-        """Convert the length of the first ``steps`` optimizer steps of a run to the schedule's ``unit``."""
+        """Return the length of the first ``steps`` optimizer steps of a run in the schedule's ``unit``."""
         return batch.consumed_after(steps) if self.unit == "sample" else steps
 
     @property

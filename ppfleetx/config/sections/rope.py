@@ -37,7 +37,7 @@ REFUSED_TYPES = {
     "dynamic": "its frequencies change with the length of the sequence, so cached keys would be rotated by "
     "other angles than later ones",
 }
-"""Types that other toolkits support and this one refuses, with the reason."""
+"""Types that other toolkits support but ppfleetx refuses, with the reason."""
 
 
 class RopeScalingConfig(Section):
@@ -51,11 +51,11 @@ class RopeScalingConfig(Section):
     type: Literal["linear", "yarn", "llama3", "longrope"]
     """`linear` divides all frequencies by `factor` (position interpolation, Chen et al., 2023); `llama3`
     divides only the low ones (Llama 3.1); `yarn` does so too, and scales the attention scores (Peng et al.,
-    2023); `longrope` divides each by a different number, and by other numbers in long sequences (Ding et
-    al., 2024)."""
+    2023); `longrope` divides each frequency by its own number, and by other numbers in long sequences (Ding
+    et al., 2024)."""
     factor: FloatFromOne
-    """Factor by which sequences become longer; low frequencies are divided by it. In longrope it only
-    determines the default of `attention_factor`."""
+    """Factor by which sequences become longer. `linear` divides all frequencies by `factor`, `llama3` and
+    `yarn` only the low ones; in `longrope`, it only determines the default of `attention_factor`."""
     original_max_position_embeddings: Size | None = None
     """Longest sequence before scaling (required for yarn, llama3 and longrope)."""
     short_factor: tuple[PositiveFloat, ...] | None = None
