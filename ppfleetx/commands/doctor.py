@@ -43,14 +43,14 @@ examples:
         metavar="SECONDS",
     )
 
-    def refuse_mistakes(self) -> None:
+    def check_before_launch(self) -> None:
         """Do nothing. Other verbs raise an error here for a mistake of the user; doctor lists the mistake
         in its table instead."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Check the network between machines, launch the ranks, and print a table of all findings. The ranks
         are launched by a child process, which runs this command again."""
-        self.refuse_unusable()
+        self.check_launch_options()
         refuse_not_positive(self, "timeout")
         from ppfleetx.doctor.libraries import broken_row
 

@@ -24,7 +24,7 @@ _BATCH_KEYS = (
     "Engine.accumulate_steps",
 )
 _LR = "Optimizer.lr"
-_COURSE = {
+_LR_DEFAULTS = {
     "name": None,
     "decay_style": "linear",
     "min_lr": 0.0,
@@ -57,7 +57,7 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
         micro = cfg.Global.micro_batch_size or 1
         values |= {"Global.micro_batch_size": micro, "Global.local_batch_size": -(-BATCH // micro) * micro}
     if _LR not in named:
-        course = {**_COURSE, "max_lr": FULL_RATE if cfg.Model.lora is None else ADAPTER_RATE}
+        course = {**_LR_DEFAULTS, "max_lr": FULL_RATE if cfg.Model.lora is None else ADAPTER_RATE}
         if is_given(f"{_LR}.warmup_steps"):
             del course["warmup_rate"]
         if is_given(f"{_LR}.name"):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
     from ppfleetx.generation.speculative_decoding import Assistant
 
-_LONGEST_PROMPT = 1 << 24  # bytes of an existing output file to search for earlier results
+_SEARCHED_BYTES = 1 << 24  # bytes of an existing output file to search for earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
@@ -184,7 +184,7 @@ def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
 def _may_be_replaced(path: Path, mark: bytes) -> bool:
     try:
         with path.open("rb") as file:
-            beginning = file.read(_LONGEST_PROMPT)
+            beginning = file.read(_SEARCHED_BYTES)
     except OSError:
         return False
     return not beginning or mark in beginning

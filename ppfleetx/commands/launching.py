@@ -51,13 +51,13 @@ class LaunchOptions(Command):
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Run the ranks with Paddle's launcher, and end this process with the launcher's exit code."""
-        self.refuse_unusable()
+        self.check_launch_options()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))
         from ppfleetx.utils.cpu_launcher import prepare
         from ppfleetx.utils.process_env import import_paddle
 
-        self.refuse_mistakes()
+        self.check_before_launch()
         names = {"nproc_per_node": self.nproc, "devices": self.devices, "nnodes": self.nnodes}
         names |= {"master": self.master, "log_dir": self.log_dir}
         given = {f"--{name}": str(value) for name, value in names.items() if value is not None}
@@ -69,7 +69,7 @@ class LaunchOptions(Command):
         runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
         return 0
 
-    def refuse_mistakes(self) -> None:
+    def check_before_launch(self) -> None:
         """Raise UserError before any rank starts, for a mistake that would stop every rank, such as one in
         the configuration. The user then sees the message only once."""
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
@@ -90,7 +90,7 @@ class LaunchOptions(Command):
 
             load_config(config, self.override, world_size=self.num_processes)
 
-    def refuse_unusable(self) -> None:
+    def check_launch_options(self) -> None:
         """Raise ConfigError if the log directory is not writable or ``--devices`` is not a list of
         numbers."""
         if self.log_dir is not None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from ppfleetx.commands.launching import SCRIPT
 from ppfleetx.commands.loss_curves import (
     Record,
+    check_picture_path,
     import_pyplot,
     number,
-    refuse_as_picture,
     save_figure,
     train_records,
 )
@@ -67,7 +67,7 @@ class Compare(OptionalConfigOptions):
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
-            refuse_as_picture(Path(self.plot), "--plot")
+            check_picture_path(Path(self.plot), "--plot")
         for side in "ab":
             metrics, overrides = getattr(self, f"metrics_{side}"), getattr(self, side)
             if metrics and (overrides or getattr(self, f"commit_{side}")):

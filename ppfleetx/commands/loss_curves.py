@@ -28,7 +28,7 @@ class Plot(Command):
     output: Path = option("PNG to write", default=MISSING)
 
     def run(self) -> None:
-        refuse_as_picture(self.output, "--output")
+        check_picture_path(self.output, "--output")
         save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
         print(f"loss curve: {self.output}")
 
@@ -133,7 +133,7 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def refuse_as_picture(path: Path, option: str) -> None:
+def check_picture_path(path: Path, option: str) -> None:
     """Raise ConfigError if the extension of ``path`` is not .png, .svg, .pdf or .jpg, or if its directory
     does not exist. ``option`` is the command-line option that gave the path."""
     if path.suffix.lower() not in _PICTURES:

@@ -1,5 +1,5 @@
-"""Implement the programs in ``projects/megatron`` and ``projects/paddleformers``. They take the arguments of
-Megatron-LM and PaddleFormers, and prepare GPT-2's corpus, train, and show results.
+"""Implement the programs in ``projects/megatron``. They take the arguments of Megatron-LM, and prepare GPT-2's
+corpus, train, and show results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
-from ppfleetx.dialects.paddleformers import dialect as paddleformers
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.device_support import CPU, expected_device
@@ -40,23 +39,12 @@ usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialec
        python -m paddle.distributed.launch --nproc_per_node 8 pretrain_gpt.py ...
        pretrain_gpt.py --check [--world-size N] ...     print plan, parameters and batches, and run nothing
 """
-PADDLEFORMERS_USAGE = """\
-usage: run_pretrain.py FILE.yaml [--name value ...]   a YAML or JSON file; arguments replace its values
-       run_pretrain.py --name value ...
-       run_pretrain.py --check [--world-size N] ...      print plan, parameters and batches, and run nothing
-docs/dialects/paddleformers.md lists the arguments.
-"""
 _LOG = Path("test/output/0")
 
 
 def run(argv: Sequence[str]) -> None:
     """Run ``projects/megatron/pretrain_gpt.py``: train with the arguments of Megatron-LM."""
     train_translated(argv or ["--help"], USAGE, of_arguments)
-
-
-def run_paddleformers(argv: Sequence[str]) -> None:
-    """Run ``projects/paddleformers/run_pretrain.py``: train with the arguments of PaddleFormers."""
-    train_translated(argv or ["--help"], PADDLEFORMERS_USAGE, paddleformers.of_arguments)
 
 
 def train_translated(

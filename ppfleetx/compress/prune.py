@@ -19,7 +19,7 @@ import numpy as np
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.compress import Criterion, Part
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.compress import parts_out
+from ppfleetx.config.sections.compress import num_to_remove
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig, is_router_load
 from ppfleetx.config.validate import section_of
@@ -159,7 +159,7 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 def _rounded_up(total: int, ratio: float, multiple: int) -> int:
     """Return how many of ``total`` parts remain after pruning the fraction ``ratio``, rounded up to a
     multiple of ``multiple``, but not above ``total``."""
-    return min(-(-(total - parts_out(total, ratio)) // multiple) * multiple, total)
+    return min(-(-(total - num_to_remove(total, ratio)) // multiple) * multiple, total)
 
 
 def _removes_none(what: str, ratio: float, multiple: int) -> ConfigError:

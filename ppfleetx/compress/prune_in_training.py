@@ -24,7 +24,7 @@ from ppfleetx.compress.prune import (
 )
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
-from ppfleetx.config.sections.compress import parts_out
+from ppfleetx.config.sections.compress import num_to_remove
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.spec import model_spec
@@ -96,8 +96,8 @@ class PruningInTraining:
         """Return the numbers of attention groups and of feed-forward units to prune in each layer, for the
         fraction ``share``."""
         part, model = self._options.part, self._model
-        groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
-        return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
+        groups = num_to_remove(model.kv_heads, share) if part != "mlp" else 0
+        return groups, num_to_remove(model.ffn_size, share) if part != "heads" else 0
 
     def _summary(self) -> str:
         model, (groups, units) = self._model, self._out

@@ -67,7 +67,7 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     return annotation
 
 
-def is_text_only(annotation: Any) -> bool:
+def accepts_only_strings(annotation: Any) -> bool:
     """Whether a field accepts only strings (or null) as single values, so that ``007`` in YAML stays a
     string."""
     scalars = []
@@ -143,7 +143,7 @@ def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
 
 
 @cache
-def names_of_others() -> dict[str, str]:
+def keys_by_foreign_name() -> dict[str, str]:
     """Map option names of other toolkits to the ppfleetx keys with the same meaning."""
     names_of_key = shipped_yaml(Path(__file__).with_name("foreign_names.yaml"))
     return {name: key for key, names in names_of_key.items() for name in names.split()}
@@ -152,4 +152,4 @@ def names_of_others() -> dict[str, str]:
 def ppfleetx_key(name: str) -> str | None:
     """Return the ppfleetx key with the same meaning as the option ``name`` of another toolkit; None if there
     is none."""
-    return names_of_others().get(name.strip("-").replace("-", "_").lower())
+    return keys_by_foreign_name().get(name.strip("-").replace("-", "_").lower())

@@ -60,7 +60,7 @@ def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ra
     return list(zip(*nodes, strict=True)), nodes
 
 
-def view_of(axes: Collection[str]) -> RankGrid:
+def grid_of(axes: Collection[str]) -> RankGrid:
     """Return the grid that has all of ``axes``: :data:`DENSE` if possible, otherwise :data:`EXPERTS`.
 
     Raises:
@@ -116,7 +116,7 @@ class Mesh:
 
 @cache
 def _groups_over(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    others = [axis for axis in view_of(axes).axes if axis not in axes]
+    others = [axis for axis in grid_of(axes).axes if axis not in axes]
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.plan.world_size):
         at = mesh.coordinates(rank)

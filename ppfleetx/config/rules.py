@@ -9,7 +9,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import RuleError
 from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, Workload, violations
 from ppfleetx.config.registries import modules_that
-from ppfleetx.config.sections.compress import PruneConfig, parts_out
+from ppfleetx.config.sections.compress import PruneConfig, num_to_remove
 from ppfleetx.config.sections.data import GLUE_OUTPUTS, MODES, DatasetConfig
 from ppfleetx.config.sections.model import FusedName, ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -231,7 +231,7 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             (f"{key}.part", "Model.num_query_groups"),
             "each layer has one key/value head only, which stays; set part to mlp",
         )
-    elif not any(parts_out(totals[part], pruning.ratio) for part in pruned):
+    elif not any(num_to_remove(totals[part], pruning.ratio) for part in pruned):
         what = {"heads": f"{model.kv_heads} key/value heads", "mlp": f"{model.ffn_size} feed-forward units"}
         yield RuleError((f"{key}.ratio",), f"removes none of {' and '.join(what[part] for part in pruned)}")
     if pruning.last_step >= cfg.Engine.max_steps:

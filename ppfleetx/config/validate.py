@@ -9,10 +9,10 @@ from pydantic_core import ErrorDetails
 
 from ppfleetx.config.errors import ConfigError, shown, shown_key
 from ppfleetx.config.field_annotations import (
+    accepts_only_strings,
     annotation_at,
     describe,
     field_types,
-    is_text_only,
     item_type,
     key_type,
     nearest_keys,
@@ -98,7 +98,7 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
         is_plain_section = isinstance(annotation, type) and issubclass(annotation, Section)
         return {} if is_plain_section else None
     # A string field gets an unquoted scalar as it was written.
-    if node.text is not None and annotation is not None and is_text_only(annotation):
+    if node.text is not None and annotation is not None and accepts_only_strings(annotation):
         return node.text
     return node.value
 

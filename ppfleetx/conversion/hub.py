@@ -140,7 +140,7 @@ class _Download:
         try:
             with self._errors_as_ours():
                 return api.model_info(self.name.repo, revision=self.name.revision, files_metadata=True)
-        except _UnreachableError as error:
+        except _UnreachableHubError as error:
             if self._held(CONFIG, self.name.revision) is None:
                 raise
             get_logger().warning(f"{error}; using the files in the cache")
@@ -212,16 +212,16 @@ class _Download:
         except (errors.HTTPError, OSError) as error:
             response = getattr(error, "response", None)  # None: no connection
             if response is None:
-                raise _UnreachableError(
+                raise _UnreachableHubError(
                     f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
                 ) from error
             answer = f"{self.endpoint} answered HTTP {response.status_code} when asked for {what}"
             if response.status_code in (401, 403):
                 raise CheckpointError(f"{answer}. Look at {page}, and {login}") from error
-            raise _UnreachableError(answer) from error
+            raise _UnreachableHubError(answer) from error
 
 
-class _UnreachableError(CheckpointError):
+class _UnreachableHubError(CheckpointError):
     """The connection to the hub failed, or the hub answered with an unexpected HTTP error."""
 
 

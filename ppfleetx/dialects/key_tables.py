@@ -64,7 +64,7 @@ class Key:
     says: str = ""
     default: Any = None
 
-    def natives(self, value: Any) -> Mapping[str, Any]:
+    def convert_value(self, value: Any) -> Mapping[str, Any]:
         """Convert the option's ``value`` to ``{key of ppfleetx: value}``. A converted value of None means
         that the key stays unset. Raises ValueError if the option cannot have this value."""
         found = self.convert(value)

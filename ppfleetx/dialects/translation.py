@@ -305,7 +305,7 @@ def translate(
             take(one, key, result)
     for key in table.keys:
         if key.default is not None and not any(native in result.native for native in key.to):
-            for native, value in key.natives(key.default).items():
+            for native, value in key.convert_value(key.default).items():
                 result.put(native, value, why=DEFAULT)
     for rule in rules:
         rule(result)
@@ -341,7 +341,7 @@ def take(one: UserOption, key: Key, result: Translation) -> None:
         result.fixed.append(one)
     elif key.convert is not None:
         try:
-            natives = key.natives(one.value)
+            natives = key.convert_value(one.value)
         except ValueError as error:
             raise one.error(str(error)) from None
         for native, value in natives.items():

@@ -91,7 +91,7 @@ def count(kind: str) -> int:
     return core.get_custom_device_count(kind) if kind in core.get_all_custom_device_type() else 0
 
 
-def visible_cards(device: str) -> str:
+def visible_cards_variable(device: str) -> str:
     """Return the name of the environment variable that lists the cards Paddle's launcher can use, such as
     ``CUDA_VISIBLE_DEVICES``."""
     kind = kind_of(device)
@@ -212,7 +212,7 @@ def has_kernels(dtype: str) -> bool:
         return False
 
 
-def groups_messages(device: str) -> bool:
+def supports_batched_p2p(device: str) -> bool:
     """Return whether sends and receives with several ranks can be started as one batch, so that their order
     does not matter. NCCL and the CPU process groups support this."""
     return kind_of(device) in (CPU, GPU)
@@ -337,7 +337,7 @@ _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def tf32_disabled() -> Iterator[None]:
     """Context manager that turns TF32 off, so that float32 matrix products have full precision. At the end,
     it restores the previous settings."""
     import paddle

@@ -14,7 +14,7 @@ from paddle import distributed
 from ppfleetx.config.message_text import bytes_text
 from ppfleetx.distributed.collectives import alltoall_rows
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import groups_messages, is_card, on_card
+from ppfleetx.distributed.device import is_card, on_card, supports_batched_p2p
 from ppfleetx.doctor.results import Row, fail, ok
 
 CPU_SIZES = (4 << 10, 256 << 10, 4 << 20)
@@ -111,7 +111,7 @@ def _send_receive(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
         distributed.P2POp(distributed.isend, mine, after, member.group),
         distributed.P2POp(distributed.irecv, result, before, member.group),
     ]
-    if member.place % 2 and not groups_messages(paddle.get_device()):
+    if member.place % 2 and not supports_batched_p2p(paddle.get_device()):
         messages.reverse()  # messages are sent one by one, so every second rank must receive first
     for task in distributed.batch_isend_irecv(messages):
         task.wait()

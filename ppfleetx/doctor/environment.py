@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
+from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards_variable
 from ppfleetx.doctor.results import Row, Target, fail, ok, warn
 from ppfleetx.utils.installed import not_installed, version_of
 from ppfleetx.utils.machine import available_bytes, available_cpus, read_cpuinfo
@@ -142,7 +142,7 @@ def paddle_loads(target: Target) -> Iterator[Row]:
         yield fail(
             "visible cards",
             f"Paddle sees no {kind_of(target.device)}",
-            f"load the driver, give the container its cards, and look at {visible_cards(target.device)}; on "
+            f"load the driver, give the container its cards, and look at {visible_cards_variable(target.device)}; on "
             "a CPU: -o Global.device=cpu",
         )
         return

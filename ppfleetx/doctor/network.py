@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ppfleetx.distributed.rendezvous import RendezvousError
-from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
+from ppfleetx.doctor.process_exchange import Answer, Guest, Host, connect_processes
 from ppfleetx.doctor.results import Row, Target, fail, ok, warn, within
 from ppfleetx.utils.machine import interface_address, interface_flags
 
@@ -189,7 +189,9 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     try:
         with socket.create_server(("", 0), backlog=1024) as listener:  # connections need no accept()
             point, own_port = (address, int(port)), listener.getsockname()[1]
-            with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
+            with contextlib.closing(
+                connect_processes(point, size, name, seconds, is_host=is_first)
+            ) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
                 yield from examine_links(meeting, own, own_port)
     except RendezvousError as error:

@@ -35,7 +35,7 @@ class Answer:
     problem: str = ""
 
 
-def open_meeting(
+def connect_processes(
     point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
 ) -> Host | Guest:
     """Connect this process to the other processes of the job, which has ``size`` processes. The first process

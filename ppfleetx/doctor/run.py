@@ -21,7 +21,7 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.files import nearest_directory
-from ppfleetx.doctor.process_exchange import Answer, Guest, Host, open_meeting
+from ppfleetx.doctor.process_exchange import Answer, Guest, Host, connect_processes
 from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, read_facts
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.results import Row, Status, Target, fail, in_groups, joined, ok, skipped, within
@@ -69,7 +69,7 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
     name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
     place = meeting_point(), target.world_size, name, seconds
     try:
-        meeting = open_meeting(*place, is_host=is_host, number=target.rank)
+        meeting = connect_processes(*place, is_host=is_host, number=target.rank)
     except RendezvousError as error:
         row = fail("meeting", f"rank {target.rank}: {error}", error.fix)
         return in_groups([*examine_all(target), _in(_PROCESSES, row)])

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.config.registry import load_target
-from ppfleetx.distributed.device import exact_products
+from ppfleetx.distributed.device import tf32_disabled
 from ppfleetx.resilience.progress import PROGRESS
 
 _SECONDS = 120.0  # timeout of one child, which imports Paddle and runs a few kernels
@@ -80,7 +80,7 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:
-        with exact_products():
+        with tf32_disabled():
             pairs = [
                 [value.astype("float32").numpy().astype(np.float64) for value in p] for p in trial(dtype)
             ]

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ppfleetx.config.mesh import SUM_ORDER, Mesh, RankGrid, view_of
+from ppfleetx.config.mesh import SUM_ORDER, Mesh, RankGrid, grid_of
 from ppfleetx.nn.init import Constant, Init
 
 Axes = tuple[str, ...]
@@ -86,7 +86,7 @@ class ParamSpec:
     def view(self) -> RankGrid:
         """The grid of ranks on which the parameter is placed. Dense parameters and parameters of experts have
         different grids."""
-        return view_of({*self.value, *self.grad})
+        return grid_of({*self.value, *self.grad})
 
     def placement(self, axis: str) -> Placement:
         """Return the placement of the parameter's value along ``axis``."""

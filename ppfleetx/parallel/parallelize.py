@@ -13,7 +13,7 @@ from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.rules import unusable_fused_ops
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import groups_messages
+from ppfleetx.distributed.device import supports_batched_p2p
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged_model import StagedModel
@@ -102,7 +102,7 @@ def _scheduled(model: StagePipeline, matmul: Matmul, cfg: RunConfig, ctx: Parall
         take_turns,
     )
 
-    if not groups_messages(ctx.device):
+    if not supports_batched_p2p(ctx.device):
         take_turns()
     if cfg.Distributed.overlap_p2p_comm:
         return AsyncPipeline(model, matmul)

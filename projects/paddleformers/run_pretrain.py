@@ -9,4 +9,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ppfleetx.commands.main import run_function
 
 if __name__ == "__main__":
-    run_function("megatron_programs:run_paddleformers", sys.argv[1:])
+    run_function("paddleformers_programs:run", sys.argv[1:])

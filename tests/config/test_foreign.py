@@ -2,14 +2,14 @@
 
 import pytest
 
-from ppfleetx.config.field_annotations import all_keys, names_of_others, ppfleetx_key
+from ppfleetx.config.field_annotations import all_keys, keys_by_foreign_name, ppfleetx_key
 from ppfleetx.config.sections.root import RunConfig
 from tests.config.conftest import refusal
 
 
 def test_every_synonym_leads_to_a_key_and_is_none_itself():
     keys = all_keys(RunConfig)
-    ours = names_of_others()
+    ours = keys_by_foreign_name()
     assert set(ours.values()) <= set(keys)
     assert not {name for name, key in ours.items() if name == key.rpartition(".")[2]}
     # A name of ours, elsewhere: both are suggested.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppfleetx.commands.megatron_programs import run_paddleformers
+from ppfleetx.commands.paddleformers_programs import run as run_paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.key_tables import Kind

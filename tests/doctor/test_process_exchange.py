@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor import process_exchange
-from ppfleetx.doctor.process_exchange import open_meeting
+from ppfleetx.doctor.process_exchange import connect_processes
 from tests.helpers.ranks import free_port
 
 
@@ -19,7 +19,7 @@ def together(port: int, size: int, act, seconds: float = 10.0) -> list:
 
     def member(number: int):
         place = ("127.0.0.1", port), size, f"rank {number}", seconds
-        meeting = open_meeting(*place, is_host=number == 0, number=number)
+        meeting = connect_processes(*place, is_host=number == 0, number=number)
         try:
             return act(meeting)
         finally:

@@ -17,7 +17,7 @@ from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.environment import open_files_row
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
-from ppfleetx.doctor.process_exchange import open_meeting
+from ppfleetx.doctor.process_exchange import connect_processes
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.results import Row, Status, Target, fail, ok
 from ppfleetx.doctor.run import examine_job
@@ -98,7 +98,7 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     target = Target(None, "cpu", 1, 2, 0, 1, environ={})
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(examine_job, target, seconds=10.0, finish=lambda rows: None)
-        open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
+        connect_processes(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
         told = by_name(others.result())
     assert told["data"].found == "gone" and "is gone" in told["first rank"].found
 

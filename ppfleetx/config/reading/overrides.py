@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown
-from ppfleetx.config.field_annotations import annotation_at, is_text_only, item_type
+from ppfleetx.config.field_annotations import accepts_only_strings, annotation_at, item_type
 from ppfleetx.config.field_types import Section
 from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, node_of, plain_value, put, same_value, value_at
@@ -112,7 +112,7 @@ def _keeps(later: _Read, earlier: _Read) -> bool:
 
 
 def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
-    text_field = annotation is not None and is_text_only(annotation)
+    text_field = annotation is not None and accepts_only_strings(annotation)
     try:
         node = parse_yaml(text, place)
     except ConfigError as error:

@@ -244,7 +244,7 @@ class PruneConfig(Section):
             yield RuleError(("frequency",), "goes with end_step; without it all are removed at once")
 
 
-def parts_out(total: int, share: float) -> int:
+def num_to_remove(total: int, share: float) -> int:
     """Return the number of heads, units or experts to remove from ``total``, rounded down.
 
     ``share`` is the fraction to remove, from 0 to 1.

@@ -63,7 +63,7 @@ _QWEN_LAYERS = Feature(
 )
 
 
-def _pooled_loss(weight: float) -> Feature:
+def _balancing_loss(weight: float) -> Feature:
     """Make a :class:`Feature` for transformers' load-balancing loss, which ``output_router_logits`` turns on.
     ``weight`` is the default weight of this loss."""
     switch, key = "output_router_logits", "router_aux_loss_coef"
@@ -108,7 +108,7 @@ _QWEN = _MIXTURE.variant(
     "",
     ROTARY,
     _QWEN_LAYERS,
-    _pooled_loss(0.001),
+    _balancing_loss(0.001),
     keys=_EXPERT_KEYS | {"moe_intermediate_size": ("moe.expert_ffn_size", NEEDED)},
 )
 
@@ -128,7 +128,7 @@ _SOFTMAX: dict[str, Family] = {
         "MixtralForCausalLM",
         rotary(1e6),
         WINDOW,
-        _pooled_loss(0.001),
+        _balancing_loss(0.001),
         keys=EPSILON
         | {
             "num_local_experts": ("moe.num_experts", NEEDED),
@@ -174,7 +174,7 @@ _SOFTMAX: dict[str, Family] = {
     "olmoe": _MIXTURE.variant(
         "OlmoeForCausalLM",
         ROTARY,
-        _pooled_loss(0.01),
+        _balancing_loss(0.01),
         keys=ATTENTION_BIAS | _EXPERT_KEYS | EPSILON,
         fixed={"qk_layernorm": "all_heads"},
         aliases=_ALIAS,

@@ -291,13 +291,11 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
     """Translate a PaddleFormers command line, which either names a file or contains the options. A launcher
-    and a program at the beginning are removed."""
+    and a program at the beginning, or ``paddleformers-cli train``, are removed."""
     world, argv, _ = without_launcher(argv)
-    words = (
-        [word for word in argv if word not in ("paddleformers-cli", "train")]
-        if argv[:1] == ["paddleformers-cli"]
-        else list(argv)
-    )
+    words = list(argv)
+    if words[:1] == ["paddleformers-cli"]:
+        words = words[2:] if words[1:2] == ["train"] else words[1:]
     world_size = world_size or world
     if words and words[0].endswith(_FILES):
         return of_file(Path(words[0]), words[1:], world_size)

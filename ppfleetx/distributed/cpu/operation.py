@@ -127,7 +127,7 @@ class BufferPool:
 
 Steps = Generator[list[Receive], None, None]
 
-STARTED_SUMS = 2
+MAX_RUNNING_REDUCTIONS = 2
 """Maximum number of reductions of a group that run at the same time. With two, one can send while the other
 waits for its messages."""
 
@@ -199,7 +199,7 @@ class Operation:
 
 class ProgressThread:
     """A thread that continues the asynchronous operations of all process groups while the program computes.
-    It prefers the oldest operation whose messages have arrived, but runs at most :data:`STARTED_SUMS`
+    It prefers the oldest operation whose messages have arrived, but runs at most :data:`MAX_RUNNING_REDUCTIONS`
     reductions of a group at the same time."""
 
     def __init__(
@@ -222,7 +222,7 @@ class ProgressThread:
         # cannot deadlock, because every member starts its oldest unfinished reduction.
         sums = Counter(one.group for one in background if one.takes_memory and one.started)
         for one in background:
-            may_start = not one.takes_memory or sums[one.group] < STARTED_SUMS
+            may_start = not one.takes_memory or sums[one.group] < MAX_RUNNING_REDUCTIONS
             if one.ready() and (one.started or may_start):
                 return one
         return None

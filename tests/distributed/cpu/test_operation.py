@@ -5,7 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from ppfleetx.distributed.cpu.operation import STARTED_SUMS, BufferPool, Inbox, Operation, ProgressThread
+from ppfleetx.distributed.cpu.operation import (
+    MAX_RUNNING_REDUCTIONS,
+    BufferPool,
+    Inbox,
+    Operation,
+    ProgressThread,
+)
 from ppfleetx.distributed.cpu.wire import Signature
 from tests.helpers.waiting import wait_for
 
@@ -60,7 +66,7 @@ def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
     for number in range(5):
         background.begin(7, number)
     background.begin(8, 0)  # behind all of them, and not kept waiting: another group
-    wait_for(lambda: len(background.begun) == STARTED_SUMS + 1)
+    wait_for(lambda: len(background.begun) == MAX_RUNNING_REDUCTIONS + 1)
     assert background.begun == ["7/0", "7/1", "8/0"]
     background.arrive(7, 1)
     wait_for(lambda: background.ended == ["7/1"] and len(background.begun) == 4)
