@@ -1,5 +1,5 @@
-"""Implement the programs in ``projects/megatron``. They take the arguments of Megatron-LM, and prepare GPT-2's
-corpus, train, and show results.
+"""Implement the programs in ``projects/megatron``. They take the arguments of Megatron-LM, and prepare
+GPT-2's corpus, train, and show results.
 """
 
 from __future__ import annotations

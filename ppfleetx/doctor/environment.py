@@ -142,8 +142,8 @@ def paddle_loads(target: Target) -> Iterator[Row]:
         yield fail(
             "visible cards",
             f"Paddle sees no {kind_of(target.device)}",
-            f"load the driver, give the container its cards, and look at {visible_cards_variable(target.device)}; on "
-            "a CPU: -o Global.device=cpu",
+            "load the driver, give the container its cards, and look at "
+            f"{visible_cards_variable(target.device)}; on a CPU: -o Global.device=cpu",
         )
         return
     paddle.set_device(target.device)

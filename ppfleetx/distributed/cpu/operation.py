@@ -199,8 +199,8 @@ class Operation:
 
 class ProgressThread:
     """A thread that continues the asynchronous operations of all process groups while the program computes.
-    It prefers the oldest operation whose messages have arrived, but runs at most :data:`MAX_RUNNING_REDUCTIONS`
-    reductions of a group at the same time."""
+    It prefers the oldest operation whose messages have arrived, but runs at most
+    :data:`MAX_RUNNING_REDUCTIONS` reductions of a group at the same time."""
 
     def __init__(
         self, state: threading.Condition, pending: list[Operation], advance: Callable[[Operation], None]
