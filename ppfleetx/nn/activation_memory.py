@@ -61,8 +61,8 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """For each tensor by name, the name of the tensor that owns its memory: another tensor for a view,
-        else the tensor itself."""
+        """Map from the name of each tensor to the name of the tensor that owns its memory: another tensor for
+        a view, else the tensor itself."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes

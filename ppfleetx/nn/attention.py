@@ -90,8 +90,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return the context ``[s, b, width]`` of queries, keys and values, which is the input of the output
-        projection."""
+        """Compute attention. Return its output ``[s, b, width]`` before the output projection."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -102,8 +101,8 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Return the context of queries, keys and values, in the layout of ``query`` and with the head size
-        of ``value``.
+        """Compute attention inside the window with the kernel of ``options``. Return its output, in the
+        layout of ``query`` and with the head size of ``value``.
 
         Args:
             query: ``[batch, key/value heads, query heads per key/value head, queries, head size]``.
@@ -186,8 +185,8 @@ class Attention(HeadAttention):
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
         """Return whether the kernel for packed queries, keys and values can use the projection ``qkv``
-        directly. This requires equal numbers of query and key heads, and no rotary positions, norms, window,
-        linear biases or scale of the scores."""
+        directly. This requires as many key heads as query heads, no rotary positions, norms, window or linear
+        biases, and the default scale of the scores."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0

@@ -17,14 +17,14 @@ from ppfleetx.nn.param_spec import Part
 
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
-    """Return the columns of queries, keys and values in a fused attention projection. The columns are ordered
-    ``[key/value head][query ... query, key, value][head_dim]``."""
+    """Return the columns of queries, keys and values in a fused attention projection, as three :class:`Part`
+    objects. The columns are ordered ``[key/value head][query ... query, key, value][head_dim]``."""
     return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Return the columns of each matrix that is interleaved in a fused matrix. Each period of the fused
-    matrix has some columns of the first matrix, then of the second matrix, and so on.
+    """Return the columns of each matrix inside a fused matrix, as one :class:`Part` object per matrix. Each
+    period of the fused matrix has some columns of the first matrix, then of the second, and so on.
 
     Args:
         widths: number of columns of each matrix (such as query, key and value) in one period, by name.

@@ -71,7 +71,8 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """Return the loss mask ``[s, b]`` of this rank's positions; None outside of a step."""
+    """Return the current micro batch's loss mask ``[s, b]`` at this rank's positions; None outside of a
+    step."""
     place = _PLACE.get()
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 

@@ -1,8 +1,8 @@
 """Cost model of layers: the sizes on which the cost depends (:class:`Work`), and the operations of a forward
 pass (:class:`Operation`). Does not import Paddle.
 
-A multiply-add counts as two floating-point operations. Attention counts all pairs of positions; flash
-attention counts only the causal half.
+A multiply-add counts as two floating-point operations. Reference attention is counted over all pairs of
+positions, flash attention only over the causal half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ppfleetx.nn.activation_memory import Step
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 """The implementation whose operations are counted:
 
-``cpu``: this toolkit on a CPU, in float32; ``Work.rounds_matmuls``: with bfloat16 matmuls.
+``cpu``: this toolkit on a CPU, in float32, or with bfloat16 matmuls (``Work.rounds_matmuls``).
 ``gpu``: this toolkit on a GPU, with reference or flash attention (``Work.flash``).
 ``plugin``: this toolkit on a plugin's device (Ascend): as on a GPU, but with an unfused tensor-parallel loss.
 ``fused``: Megatron-LM and PaddleFleetX, to compare with published runs. Scale, mask and softmax are one

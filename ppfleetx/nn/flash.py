@@ -74,7 +74,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def unsupported_reason(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """Return the reason why flash attention cannot run in ``version`` 2 or 3; None if it can.
+    """Return the reason why ``version`` (2 or 3) of flash attention cannot run; None if it can.
 
     Args:
         capability: compute capability of the GPU, (major, minor).

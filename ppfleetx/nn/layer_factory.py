@@ -151,8 +151,8 @@ class LocalFactory:
         return self._declared(branch, specs)
 
     def _join_of(self, cut: Placement) -> Callable[[paddle.Tensor], paddle.Tensor] | None:
-        """Return the communication between the two matmuls of an adapter. ``cut`` is the tensor-parallel
-        placement of the linear's matrix. None: no communication is needed."""
+        """Return the communication between the two matmuls of an adapter; None if no communication is needed.
+        ``cut`` is the tensor-parallel placement of the linear's matrix."""
         return None
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:

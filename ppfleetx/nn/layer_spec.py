@@ -23,7 +23,7 @@ class LayerSpec(Protocol):
     (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.activation_memory`)."""
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declaration of each parameter, with its global shape, by local name. With
+        """Return the declaration of each parameter, with its global shape, by its name within the layer. With
         ``sequence_parallel``, gradients that are computed from only some of the positions are declared as
         partial sums."""
 

@@ -1,5 +1,5 @@
-"""Change a model's parameter declarations for adapters, fake quantization and quantized weights. Does not
-import Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
+"""Parameter declarations of a model with adapters, fake quantization or quantized weights. Does not import
+Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return ``[s, b]``: 0 where all logits of a position in ``logits [s, b, columns]`` are finite, else
-    NaN."""
+    """Return 0 for each position of ``logits [s, b, columns]`` whose logits are all finite, else NaN. The
+    result is ``[s, b]``."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
 

@@ -271,7 +271,8 @@ class Matmul:
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a backward pass, so that :meth:`run_next` can compute its weight gradients."""
+        """Mark the end of a backward pass, so that :meth:`run_next` can compute the pass's weight
+        gradients."""
         self._waiting.append(list(self._open))
         self._open.clear()
 

@@ -37,8 +37,8 @@ def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
-    """Store a tensor on a CPU in huge pages, which makes reading it faster
-    (:func:`~ppfleetx.utils.machine.back_by_huge_pages`)."""
+    """Move the memory of a CPU tensor to huge pages, which makes reading it faster
+    (:func:`~ppfleetx.utils.machine.back_by_huge_pages`). Do nothing on other devices."""
     if tensor.place.is_cpu_place():
         back_by_huge_pages(tensor.data_ptr(), tensor.size * tensor.element_size())
 

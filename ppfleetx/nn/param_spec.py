@@ -223,16 +223,16 @@ def _is_replica(axis: str, view: RankGrid) -> bool:
 
 
 def counts(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
-    """Return whether ``rank`` includes its slice of the parameter in the gradient norm. Only one of the ranks
-    along :func:`norm_axes` with the same slice does. The caller must exclude ranks that do not own the
-    parameter, and tied copies in later pipeline stages."""
+    """Return whether ``rank`` includes the gradient of its slice in the gradient norm. Of the ranks along
+    :func:`norm_axes` that hold the same slice, only the first includes it. The caller must exclude ranks that
+    do not own the parameter, and tied copies in later pipeline stages."""
     return _is_first_copy(spec, mesh, rank, norm_axes(spec.view, mesh))
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
-    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Only one of the ranks with
-    the same slice does. The caller must exclude ranks that do not own the parameter, and tied copies in later
-    pipeline stages."""
+    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Of the ranks that hold the
+    same slice, only the first writes it. The caller must exclude ranks that do not own the parameter, and
+    tied copies in later pipeline stages."""
     return _is_first_copy(spec, mesh, rank, spec.view.axes)
 
 
@@ -254,6 +254,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Sort the process groups over which gradients are summed in the order of the sums, without duplicates.
-    Each group is given by its axes."""
+    """Return the process groups ``sums`` in the order in which gradients are summed over them, without
+    duplicates. Each group is given by its axes."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

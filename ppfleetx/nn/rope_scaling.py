@@ -50,8 +50,8 @@ def longrope_attention_factor(factor: float, original_length: int) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor by which scaled rotary frequencies multiply the scores in DeepSeek's latent
-    attention, in addition to the factor of cos and sin (:func:`attention_factor`)."""
+    """Return the factor by which DeepSeek's latent attention multiplies the scores if rotary frequencies are
+    scaled. The factor of cos and sin (:func:`attention_factor`) applies in addition."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2

@@ -119,7 +119,7 @@ def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
 
 def entropy(scores: paddle.Tensor) -> paddle.Tensor:
     """Return the entropy of each position's scores, ``[s, b]``. It is largest if all experts have equal
-    scores, and 0 if one expert has the whole score."""
+    scores, and 0 if one expert has score 1."""
     return -(scores * scores.clip(min=_TINY).log()).sum(-1)
 
 

@@ -64,8 +64,8 @@ class Stage:
             tensors (in the last stage, to one tensor).
         kwargs: arguments of the class.
         tie: the sub-layer that is shared with other stages; None: there is none.
-        wraps: whether the layer only contains one sub-layer with the stage's own name. This name then appears
-            once in the names of parameters: ``head.weight``, not ``head.head.weight``.
+        wraps: whether the layer contains a single sub-layer, which has the stage's own name. This name then
+            appears once in the names of parameters: ``head.weight``, not ``head.head.weight``.
         finish: function that can modify the new layer before its parameters get names and values.
     """
 
@@ -77,7 +77,7 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the stage that calls ``extend`` before ``finish``, with the same arguments."""
+        """Return a copy of the stage whose ``finish`` calls ``extend`` and then the original ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -262,8 +262,8 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Make the output of a frozen first layer require a gradient, which recomputation needs. This is a
-    forward hook."""
+    """Make the output of a frozen first layer require a gradient, which recomputation needs. This function is
+    a forward post-hook."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

@@ -184,8 +184,7 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that a rank along ``emp`` receives. The ranks along ``emp`` slice the same
-        experts."""
+        """Largest number of rows that any of the ranks that slice the same experts (``emp``) receives."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -261,7 +260,7 @@ class Route:
 
 
 class Message:
-    """An all-to-all exchange of rows between nodes, in progress."""
+    """One all-to-all exchange of rows, which :meth:`start` begins and :meth:`wait` completes."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], paddle.Tensor] | None = None

@@ -32,8 +32,8 @@ def obstacle(dtype: str) -> str | None:
 @contextmanager
 def autocast() -> Iterator[None]:
     """Context manager in which layers compute matmuls with weights (:func:`matmul`) and attention
-    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward
-    passes inside it also use bfloat16."""
+    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward passes inside it also use
+    bfloat16."""
     global _entered
     before, _entered = _entered, True
     try:

@@ -54,5 +54,6 @@ def _paddle_version() -> bytes:
 
 
 def obstacle(dtype: str) -> str | None:
-    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``); None if it can."""
+    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``), for example because the
+    operators are not compiled; None if it can."""
     return cpu_obstacle(dtype) or (None if library_path("bfloat16").exists() else NOT_COMPILED)

@@ -50,7 +50,7 @@ def note_if_missing() -> None:
 
 
 def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.Tensor:
-    """Call an operator that has a gradient, and return its first result."""
+    """Call the custom operator ``name``, which has a gradient, and return its first result."""
     if not paddle.is_grad_enabled():  # Paddle 3.3 records custom operators regardless
         operands = tuple(one.detach() if isinstance(one, paddle.Tensor) else one for one in operands)
     return _C_ops._run_custom_op(name, *operands)[0]

@@ -46,8 +46,8 @@ def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
     """Arrange the scales ``[groups, out]`` of a weight in panels of columns,
-    ``[panels, groups, panel width]``. With asymmetric quantization, scales and offsets are
-    ``[2 * groups, out]``."""
+    ``[panels, groups, panel width]``. If the quantization is asymmetric, ``scales`` also
+    contains the offsets, and has ``2 * groups`` rows."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
