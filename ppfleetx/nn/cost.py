@@ -1,8 +1,8 @@
 """Cost model of layers: the sizes on which the cost depends (:class:`Work`), and the operations of a forward
 pass (:class:`Operation`). Does not import Paddle.
 
-A multiply-add counts as two floating-point operations. Reference attention is counted over all pairs of
-positions, flash attention only over the causal half.
+A multiply-add counts as two floating-point operations. Attention is counted over all pairs of positions,
+or, with flash attention, over the causal half.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Operation:
 
     Attributes:
         kind: ``matmul`` (with a weight), ``scores`` (a matmul of activations), ``flash`` or ``elementwise``.
-        part: part of the transformer block to which the operation belongs. Recomputation repeats whole parts.
+        part: ``attention``, ``core`` (of attention) or ``mlp`` of a transformer block, or ``edge`` (outside
+            the blocks). Recomputation repeats whole parts.
         flops: floating-point operations of the forward pass.
         num_bytes, backward_bytes: bytes read and written in each pass, without the operands of a matmul.
         kernels: kernel launches in the forward pass.
