@@ -1,5 +1,5 @@
-"""Memory of a forward and backward pass, simulated from a list of operations (a tape): the memory kept
-between the passes, and the peak of each pass."""
+"""Memory simulation of a forward and a backward pass from a list of operations (a tape). Its results are the
+memory kept between the passes, and the peak of each pass."""
 
 from __future__ import annotations
 
@@ -42,10 +42,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Tape:
-    """Operations in the order of the forward pass. The result of the last one is the result of the tape.
+    """Operations in the order of the forward pass. The result of the last operation is the result of the
+    tape.
 
     Attributes:
         inputs: sizes of the input tensors by name, in bytes.
+        new_gradient_share: extra memory of a new parameter gradient until it is accumulated, as a fraction of
+            the accumulated gradient.
     """
 
     inputs: dict[str, float]
@@ -58,8 +61,8 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """For each tensor, the name of the tensor that owns its memory. A view uses the memory of another
-        tensor."""
+        """Map from the name of each tensor to the name of the tensor that owns its memory: another tensor for
+        a view, else the tensor itself."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -71,8 +74,7 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Name of the tensor that holds the result of the last operation, or, if the result is a view, of the
-        tensor whose memory it shares."""
+        """Name of the tensor that owns the memory of the last operation's result."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
@@ -107,7 +109,11 @@ class Tape:
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
         """Return two peaks of memory in the forward pass: while operations that use parameters run, and while
-        other operations run."""
+        other operations run.
+
+        Args:
+            keeps: whether tensors are kept for a backward pass.
+        """
         last = {}  # name of the tensor that owns the memory -> number of the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):

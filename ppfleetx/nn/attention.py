@@ -1,5 +1,6 @@
-"""Self-attention with grouped key/value heads, and multi-head latent attention, in which keys and values are
-projected from one compressed vector per position; rotary positions and a key/value cache.
+"""Attention layers: self-attention with grouped key/value heads, and multi-head latent attention, which
+projects keys and values from one compressed vector per position. Both support rotary positions and a
+key/value cache.
 
 Shape letters: s positions, b batch, h hidden size.
 """
@@ -30,7 +31,7 @@ class KeyValueCache(Protocol):
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Append the keys and values of the new positions to the cache.
+        """Append the keys and values of the new positions to the cache of layer ``layer_index``.
 
         Args:
             key, value: ``[batch, key/value heads, new positions, head size]``.
@@ -42,8 +43,8 @@ class KeyValueCache(Protocol):
         """
 
     def row_lengths(self) -> paddle.Tensor:
-        """Return the length of each row's sequence, including the new positions, as ``[b or 1, 1]`` int64. If
-        a prompt is run in chunks, the length includes the whole prompt."""
+        """Return the number of tokens of each row, ``[b or 1, 1]`` int64, including the new positions. If a
+        prompt is processed in chunks, the whole prompt is included."""
 
 
 class HeadAttention(nn.Layer):
@@ -76,8 +77,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return the output of attention before the output projection, ``[s, b, width]``. With
-        ``recompute_core``, the backward pass recomputes this output."""
+        """Return the result of :meth:`core`. With ``recompute_core``, its activations are dropped in
+        training, and recomputed in the backward pass."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -89,8 +90,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return the output of attention before the output projection, ``[s, b, width]``. Recompute
-        granularity ``core_attn`` recomputes this."""
+        """Compute attention. Return its output ``[s, b, width]`` before the output projection."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -101,12 +101,13 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Compute attention of queries to keys, and return the context. A ``penalty`` is added to the scores
-        and replaces all masks.
+        """Compute attention inside the window with the kernel of ``options``. Return its output, in the
+        layout of ``query`` and with the head size of ``value``.
 
         Args:
             query: ``[batch, key/value heads, query heads per key/value head, queries, head size]``.
             key, value: ``[batch, key/value heads, keys, head size]``.
+            penalty: added to the scores, and replaces the causal mask, the window and ``document_start``.
         """
         if self.window is not None and penalty is None:
             document_start = window_start(
@@ -175,7 +176,7 @@ class Attention(HeadAttention):
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
         key = self.k_norm(key.flatten(2)).reshape([0, 0, groups, 1, size])
-        # At O1, gains are float32, so the result must be cast back to 16 bits.
+        # At AMP level O1, gains are float32, so the result must be cast back to 16 bits.
         return paddle.concat([query.astype(qkv.dtype), key.astype(qkv.dtype), value], axis=3)
 
     @property
@@ -184,7 +185,8 @@ class Attention(HeadAttention):
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
         """Return whether the kernel for packed queries, keys and values can use the projection ``qkv``
-        directly. This is not possible if rotary positions, norms or linear biases must be applied first."""
+        directly. This requires as many key heads as query heads, no rotary positions, norms, window or linear
+        biases, and the default scale of the scores."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
@@ -193,8 +195,8 @@ class Attention(HeadAttention):
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Split the fused projection ``qkv`` into queries, keys and values by head, and apply the position
-        embedding. Linear biases (ALiBi) make queries and keys two features wider."""
+        """Split the fused projection ``qkv`` into queries, keys and values by head, and apply norms and
+        positions. Linear biases (ALiBi) make queries and keys two features wider."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -267,12 +269,13 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
-    """Return the two features that linear biases (ALiBi) append to the queries of each head, ``[count, 2]``
-    float32.
+    """Return the two features that linear biases (ALiBi) append to the queries of each head on this rank,
+    ``[count, 2]`` float32.
 
     Args:
+        num_heads: number of heads of the whole model.
         first, count: index of this rank's first head in the model, and number of this rank's heads.
-        width: number of features of a query, including these two.
+        width: number of features of a query, including the two appended ones.
     """
     # The features of keys are position // 256 and position % 256. Kernels divide scores by sqrt(width).
     slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
@@ -359,9 +362,9 @@ class LatentAttention(HeadAttention):
     def _compressed(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return compressed keys and values ``[s, b, kv_rank]``, and rotary features of keys
-        ``[b, 1, s, rope_head_dim]``. Under sequence parallelism, only the rotary features cover the positions
-        of all tensor-parallel ranks."""
+        """Return the compressed vectors ``[s, b, kv_rank]``, and the rotary features of keys
+        ``[b, 1, s, rope_head_dim]``. Under sequence parallelism, the compressed vectors are at this rank's
+        positions, and the rotary features at the positions of all tensor-parallel ranks."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
@@ -370,12 +373,12 @@ class LatentAttention(HeadAttention):
         turning = self.factory.enter_head(turning)
         turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
         turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)
-        normed = self.kv_norm(compressed)  # at O1, float32 like the norm's weights
+        normed = self.kv_norm(compressed)  # at AMP level O1, float32 like the gain
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Project compressed vectors to keys ``[b, heads, s, head_dim]`` and values
-        ``[b, heads, s, value_head_dim]`` of this rank's heads."""
+        """Return the keys ``[b, heads, s, head_dim]`` and values ``[b, heads, s, value_head_dim]`` of this
+        rank's heads, from compressed vectors and the rotary features ``turned``."""
         width = self.spec.nope_head_dim + self.spec.value_head_dim
         both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
         still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
@@ -385,8 +388,8 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Exchange queries, keys and values among the context-parallel ranks. Afterwards this rank has all
-        positions of some of the heads."""
+        """Exchange queries, keys and values among the context-parallel ranks. The results have all positions
+        of some of the heads."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
@@ -441,8 +444,8 @@ class LatentAttention(HeadAttention):
 
     @paddle.no_grad()
     def keep_projections(self) -> None:
-        """Compute and keep the matrices that project compressed vectors to keys and to values. Call this only
-        if the weights no longer change."""
+        """Compute and cache the matrices that project compressed vectors to keys and to values. The weights
+        must not change afterwards."""
         self.to_keys, self.to_values = self._cut_projections()
         self._kept_with = tuple(self.kv_up._forward_post_hooks)
 

@@ -31,7 +31,8 @@ class KernelOptions:
     Attributes:
         kernel: a value of ``Model.attention_kernel``.
         softmax_in_fp32: whether the softmax of 16-bit scores is in float32.
-        qk_scale_guard: divisor of 16-bit scores that avoids float16 overflow; removed before the softmax.
+        qk_scale_guard: divisor that keeps 16-bit scores from overflowing float16. Scores are multiplied by it
+            again before the softmax.
     """
 
     kernel: str = "auto"
@@ -87,8 +88,8 @@ def attend(
 
 
 def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: KernelOptions) -> bool:
-    """Return whether ``qkv [s, b, heads, 3, head size]`` can use
-    :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
+    """Return whether :func:`~ppfleetx.nn.flash.packed_flash_attention` can compute attention of
+    ``qkv [s, b, heads, 3, head size]``."""
     if options.kernel == "reference" or options.softcap or not options.fused.takes("packed_attention", qkv):
         return False
     return flash_version(qkv.shape[-1], packed=False) == 2 and not flash_obstacle(qkv, dropout, packed=False)
@@ -108,8 +109,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention as matrix product, softmax, matrix product. The results of the other kernels must
-    agree with the results of this one."""
+    """Compute attention as matrix product, softmax, matrix product. All other kernels must agree with the
+    results of this kernel."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION

@@ -12,21 +12,22 @@ from ppfleetx.nn.init import Init
 from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, parameters_within
 from ppfleetx.nn.param_spec import Part
 
-# Local variables in this file are sizes in bytes on one rank: q of all queries, kv of all keys (values have
-# the same size), v of all values if their width differs from the keys', e of one number.
+# Short names of local variables in this file are sizes in bytes on one rank. q: all queries. kv: all keys, or
+# all values, which have the same size in self-attention. v: all values in latent attention. e: one number.
 
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
-    """Return the parts (queries, keys, values) of a fused attention projection. Its columns are ordered
-    ``[key/value head][query ... query, key, value][head_dim]``."""
+    """Return the columns of queries, keys and values in a fused attention projection, as three :class:`Part`
+    objects. The columns are ordered ``[key/value head][query ... query, key, value][head_dim]``."""
     return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Return the parts of a fused matrix whose columns are ordered ``[repetition][part][column]``.
+    """Return the columns of each matrix inside a fused matrix, as one :class:`Part` object per matrix. Each
+    period of the fused matrix has some columns of the first matrix, then of the second, and so on.
 
     Args:
-        widths: number of columns of each part (such as query, key and value) in one repetition.
+        widths: number of columns of each matrix (such as query, key and value) in one period, by name.
     """
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
@@ -40,16 +41,16 @@ class AttentionSpec:
     """Declaration of causal self-attention.
 
     Attributes:
-        layer: class of the layer; a subclass can set another class.
+        layer: class of the layer, or ``module:class``; a subclass can set another class.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
             Ainslie et al., 2023).
         init: initial values of the projection to queries, keys and values.
         output_init: initial values of the output projection.
         window: number of earlier positions that a position attends to; None: all.
         head_norm: norm of queries and keys (Henry et al., 2020); None: no norm.
-        rotary_size: number of features of each head with rotary positions; None: no rotary positions.
-        has_biases: whether scores get linear biases by distance (ALiBi, Press et al., 2022).
-        score_scale: factor of the scores; None: ``1 / sqrt(head_dim)``.
+        rotary_size: number of features of each head that rotary positions rotate; None: no rotary positions.
+        has_biases: whether linear biases by distance are added to the scores (ALiBi, Press et al., 2022).
+        score_scale: number by which scores are multiplied; None: ``1 / sqrt(head_dim)``.
         softcap: soft cap of the scores; None: no cap.
     """
 
@@ -83,7 +84,8 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds for scores and context per pair of query and key positions, over all heads."""
+        """Number of multiply-adds for scores and context of all heads, for one pair of query and key
+        positions."""
         return 2 * self.q_width
 
     @property
@@ -140,8 +142,9 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Return the operations that split the fused projection into heads, for the memory simulation
-        (:mod:`ppfleetx.nn.activation_memory`).
+        """Return the operations between the fused projection and the attention core, for the memory
+        simulation (:mod:`ppfleetx.nn.activation_memory`): norms, the exchange among context-parallel ranks,
+        the split into heads and rotary positions.
 
         Args:
             keeps_queries: whether queries are kept for the backward pass. Flash attention always keeps them.
@@ -226,6 +229,7 @@ class CoreSizes:
 
         Args:
             qkv_bytes: bytes of the queries, keys and values that are kept for the backward pass.
+            recompute: whether the backward pass recomputes the attention core.
         """
         core = self._steps(work)
         if recompute:
@@ -244,8 +248,8 @@ class CoreSizes:
         if work.flash:
             rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
             return [Step("context", self.context, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
-        # The fused kernel scales the scores; our kernel scales the queries. Keys and values are views, so a
-        # matmul copies them.
+        # Megatron-LM's fused kernel scales the scores; the reference kernel scales the queries. Keys and
+        # values are views, so a matmul copies them.
         keeps = ("heads",) if work.fused else ("scaled", "heads")
         steps = [
             Step("scaled", self.query, ("heads",), view=work.fused),
@@ -273,17 +277,17 @@ class LatentAttentionSpec:
     """Declaration of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     Attributes:
-        layer: class of the layer; a subclass can set another class.
+        layer: class of the layer, or ``module:class``; a subclass can set another class.
         q_rank: width of the compressed queries; None: queries are projected from the hidden states.
         kv_rank: width of the compressed vector from which keys and values are projected.
-        rope_head_dim: number of features of each query and key with rotary positions.
-        nope_head_dim: number of features of each query and key without positions.
+        rope_head_dim: number of features of each query and key that rotary positions rotate.
+        nope_head_dim: number of the other features of each query and key.
         norm: kind and epsilon of the norms of compressed vectors.
         down_bias: whether the projections to compressed vectors have a bias.
         init: initial values of all projections except the output projection.
         output_init: initial values of the output projection.
         window: number of earlier positions that a position attends to; None: all.
-        score_factor: factor of the scores, in addition to ``1 / sqrt(head_dim)``.
+        score_factor: number by which scores are multiplied, in addition to ``1 / sqrt(head_dim)``.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.attention:LatentAttention"
@@ -311,7 +315,8 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Multiply-adds for scores and context per pair of query and key positions, over all heads."""
+        """Number of multiply-adds for scores and context of all heads, for one pair of query and key
+        positions."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -324,13 +329,14 @@ class LatentAttentionSpec:
 
     @property
     def q_up(self) -> LinearSpec:
-        """The projection of compressed queries to ``nope_head_dim + rope_head_dim`` columns per head."""
+        """The projection of compressed queries to ``nope_head_dim + rope_head_dim`` columns per head. If
+        ``q_rank`` is None, hidden states are projected instead."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
     @property
     def kv_down(self) -> LinearSpec:
-        """The projection of hidden states to compressed keys and values, and to rotary features of keys."""
+        """The projection of hidden states to the compressed vector, and to the rotary features of keys."""
         return self._down(self.kv_rank + self.rope_head_dim)
 
     @property
@@ -339,7 +345,8 @@ class LatentAttentionSpec:
 
     @property
     def kv_up(self) -> LinearSpec:
-        """The projection of compressed vectors to ``nope_head_dim + value_head_dim`` columns per head."""
+        """The projection of the compressed vector to keys without positions and to values,
+        ``nope_head_dim + value_head_dim`` columns per head."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property

@@ -51,7 +51,7 @@ class AuxLoss:
         divisor: divisor of the sum of the values over a step: the number of valid ``tokens``, the number of
             valid ``sequences``, or 1 (``step``). It must match the shape of ``value``: a scalar needs
             ``step``. Values of invalid tokens and sequences are ignored.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, ranks hold shares
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, ranks hold terms
             of a sum. None: the axes whose ranks hold the same hidden states.
     """
 
@@ -71,16 +71,18 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """Return the loss mask ``[s, b]`` of this rank's positions; None outside of a step."""
+    """Return the current micro batch's loss mask ``[s, b]`` at this rank's positions; None outside of a
+    step."""
     place = _PLACE.get()
     return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
 
 
 class AuxLossScope:
-    """Tracks which micro batch of a step each layer is processing, for the auxiliary losses of the layer.
+    """Tracks which micro batch each layer is processing, so that auxiliary losses are attached with the loss
+    mask of that micro batch.
 
     Args:
-        record: function that gets the name and the metric of each loss. It is not called again when the
+        record: function to call with the name and the metric of each loss. It is not called again when the
             backward pass recomputes the loss.
     """
 
@@ -95,8 +97,8 @@ class AuxLossScope:
         self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
 
     def watch(self, stages: Iterable[nn.Layer]) -> None:
-        """Register the layers in which auxiliary losses can occur. Each layer must run once per micro batch,
-        in the order of the micro batches."""
+        """Register hooks on ``stages``, the layers that can attach auxiliary losses. Each layer must run once
+        per micro batch, in the order of the micro batches."""
         for layer in stages:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
@@ -144,8 +146,9 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return the weights of a micro batch in the loss. If ``of`` is ``tokens``, the result is ``[s, b]``,
-        for the tokens at this rank's positions. Otherwise it is ``[b]``, for the rows."""
+        """Return what counts in the loss of a micro batch. If ``of`` is ``tokens``, the result is the loss
+        mask ``[s, b]`` at this rank's positions. Otherwise it is ``[b]``: 1 for rows with any valid token,
+        else 0."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -155,15 +158,15 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return the amount that one micro batch adds to the divisor of a metric: its number of valid tokens
-        or sequences or, if ``of`` is ``step``, its fraction of the step."""
+        """Return the amount that one micro batch adds to the divisor of a metric: the number of its valid
+        tokens or sequences. If ``of`` is ``step``, return its fraction of the step."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return how many different shares of a loss the ranks along ``mp`` and ``sep`` hold. Ranks along the
-        axes ``same_on`` hold the same share."""
+        """Return how many different terms of a loss the ranks along ``mp`` and ``sep`` hold. Ranks along the
+        axes ``same_on`` hold the same term."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 
@@ -186,13 +189,14 @@ class _Place:
     micro_batch: int
 
 
-# A context variable, because recomputation restores the context of a layer's first run (nn/recompute.py).
+# A context variable, because recomputation restores the context variables of the layer's first run
+# (nn/recompute.py).
 _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Return the weights of a micro batch in the loss. If ``of`` is ``tokens``, the result is ``[b, s]``, for
-    the tokens. Otherwise it is ``[b]``, for the rows."""
+    """Return what counts in the loss of a micro batch. If ``of`` is ``tokens``, the result is the loss mask
+    ``[b, s]``. Otherwise it is ``[b]``: True for rows with any valid token."""
     mask = batch.get("loss_mask")
     if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)

@@ -20,7 +20,7 @@ from ppfleetx.nn.attention_kernels import softcapped
 from ppfleetx.nn.matmul import Matmul, in_dtype
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
-"""A function of one chunk's logits ``[length, b, columns]``, labels ``[b, length]`` and mask
+"""A function of one chunk: its logits ``[length, b, columns]``, labels ``[b, length]`` and mask
 ``[b, length]``."""
 
 
@@ -30,7 +30,7 @@ class ChunkTarget:
 
     Attributes:
         labels, mask: ``[b, s]`` at this rank's positions.
-        function: function of each chunk, such as its loss.
+        function: function to call for each chunk, for example the chunk's loss.
     """
 
     labels: paddle.Tensor
@@ -81,8 +81,8 @@ class ChunkedHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head can return :class:`DeferredLogits`. Inside it, the logits must be
-        read only by the loss."""
+        """Context manager in which the head can return :class:`DeferredLogits`. Only the loss may read the
+        logits that the head returns inside it."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield
@@ -133,7 +133,7 @@ class ChunkedHead(nn.Layer):
 
 
 class _HeadMatrix:
-    """The weight and bias of the head, and the product with them."""
+    """The weight and bias of the head, and the function that computes logits from them."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class AttentionStrategy:
     """
 
     group: Any = None
-    has_own_core = False  # True rules out kernels for packed queries, keys and values
+    has_own_core = False  # if True, kernels for packed queries, keys and values are not used
 
     def positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         """Return the columns of ``ids [b, s]`` that this rank processes outside attention. ``ids`` covers
@@ -63,8 +63,8 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Compute attention on rotated queries, keys and values with the function ``attend``. A subclass can
-        also communicate among ranks."""
+        """Call the function ``attend`` on queries and keys, which are already rotated, and values. A subclass
+        can also communicate among ranks here."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:

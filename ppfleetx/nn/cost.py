@@ -1,8 +1,8 @@
-"""Cost of layers: the sizes on which it depends, and the operations of a forward pass. Does not import
-Paddle.
+"""Cost model of layers: the sizes on which the cost depends (:class:`Work`), and the operations of a forward
+pass (:class:`Operation`). Does not import Paddle.
 
-A multiply-add counts as two floating-point operations. Attention counts all pairs of positions; flash
-attention counts only the causal half.
+A multiply-add counts as two floating-point operations. Attention is counted over all pairs of positions,
+or, with flash attention, over the causal half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ppfleetx.nn.activation_memory import Step
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 """The implementation whose operations are counted:
 
-``cpu``: this toolkit on a CPU, in float32; ``Work.rounds_matmuls``: with bfloat16 matmuls.
+``cpu``: this toolkit on a CPU, in float32, or with bfloat16 matmuls (``Work.rounds_matmuls``).
 ``gpu``: this toolkit on a GPU, with reference or flash attention (``Work.flash``).
 ``plugin``: this toolkit on a plugin's device (Ascend): as on a GPU, but with an unfused tensor-parallel loss.
 ``fused``: Megatron-LM and PaddleFleetX, to compare with published runs. Scale, mask and softmax are one
@@ -45,7 +45,7 @@ class Work:
         kernels: which kernels run the layers: ``cpu``, ``gpu``, ``plugin`` or ``fused``.
         ep: number of ranks that divide the experts of a layer.
         emp: number of ranks that slice each expert; None: ``mp``.
-        imbalance: largest number of rows for the experts of one rank, divided by the mean over ranks.
+        imbalance: number of rows for the experts of the busiest rank, divided by the mean over the ranks.
         rounds_matmuls: whether matmuls with weights round their operands to 16 bits, as on a CPU.
     """
 
@@ -104,9 +104,9 @@ class Operation:
     """One operation of a forward pass, with its cost in the forward and the backward pass.
 
     Attributes:
-        kind: ``matmul`` (with a weight), ``scores`` (of activations), ``flash`` or
-            ``elementwise``.
-        part: part of the block that recomputation repeats as a unit.
+        kind: ``matmul`` (with a weight), ``scores`` (a matmul of activations), ``flash`` or ``elementwise``.
+        part: ``attention``, ``core`` (of attention) or ``mlp`` of a transformer block, or ``edge`` (outside
+            the blocks). Recomputation repeats whole parts.
         flops: floating-point operations of the forward pass.
         num_bytes, backward_bytes: bytes read and written in each pass, without the operands of a matmul.
         kernels: kernel launches in the forward pass.
@@ -146,7 +146,8 @@ def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float
 
 
 def elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:
-    """Return an elementwise operation. ``forward`` and ``backward`` are the bytes that the passes move."""
+    """Return an elementwise operation. ``forward`` and ``backward`` are the bytes read and written in each
+    pass."""
     return Operation(name, "elementwise", part, 0.0, forward, backward, kernels)
 
 
@@ -159,7 +160,7 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Return dropout of ``size`` bytes as a step of the memory simulation
+    """Return dropout of a tensor of ``size`` bytes as a step of the memory simulation
     (:mod:`ppfleetx.nn.activation_memory`). The step keeps a mask of one byte per element. With probability 0,
     the result is a view, and there is no mask."""
     if probability == 0:

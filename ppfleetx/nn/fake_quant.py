@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
 
 _SMALLEST = 1.1754944e-38  # the smallest normal number, as the scale of an all-zero tensor
-_LEAST_SHARE = 0.01  # smallest value used for a learned clipping factor
+_LEAST_SHARE = 0.01  # lower limit of a learned clipping factor
 
 Reduce = Callable[[paddle.Tensor], paddle.Tensor]
-"""A function that takes the maximum, in place, over the ranks that hold parts of a tensor."""
+"""A function that takes elementwise maxima, in place, over the ranks that hold parts of a tensor."""
 
 
 def levels_of(bits: int) -> int:
@@ -40,7 +40,8 @@ def on_grid(
         x: any shape and floating type.
         bound: float32, broadcast to ``x``; gets no gradient.
         bits: 2 to 16.
-        reaches_beyond: whether elements of ``x`` can exceed the bound and must be clipped.
+        reaches_beyond: whether elements of ``x`` can exceed the bound. These elements are clipped, and get no
+            gradient.
     """
     if _has_no_gradient(x):
         return _rounded(x, bound, bits, reaches_beyond)
@@ -74,7 +75,7 @@ def _rounded(x: paddle.Tensor, bound: paddle.Tensor, bits: int, reaches_beyond: 
     return (integers * scale).astype(x.dtype)
 
 
-# The backward passes below read no parameter, because sharding stage 3 can free it before them.
+# The backward passes below read no parameters, because sharding stage 3 can free parameters before them.
 
 
 class _StraightThrough(PyLayer):
@@ -112,7 +113,7 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged, because this rank holds the whole tensor."""
+    """Return ``maxima`` unchanged, for a tensor that this rank holds as a whole."""
     return maxima
 
 
@@ -239,7 +240,7 @@ class FakeQuantizer(nn.Layer):
 
 
 def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
-    """Make ``linear`` round its input and weight by ``quantizer`` before it multiplies them."""
+    """Make ``linear`` multiply its input and weight after ``quantizer`` has rounded both."""
     linear.add_sublayer(QUANTIZER, quantizer)
     linear.register_forward_pre_hook(_round)
     linear.register_forward_post_hook(_restore)
@@ -261,8 +262,8 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """Return ``stages`` with the linears selected by ``cfg`` fake-quantized. With ``follows``, training
-    updates the scales of their inputs."""
+    """Return ``stages`` with fake quantizers on the linears that ``cfg`` selects, and with frozen embeddings
+    if configured. With ``follows``, training updates the scales of the linears' inputs."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:
@@ -286,7 +287,7 @@ def _freeze(layer: nn.Layer, _: NameOf) -> None:
 
 
 def _freeze_first(layer: nn.Layer, name_of: NameOf) -> None:
-    """Freeze the embedding. Its output still requires a gradient."""
+    """Freeze the embedding, the first layer of the model. Its output still requires a gradient."""
     _freeze(layer, name_of)
     layer.register_forward_post_hook(ask_for_gradient)
 

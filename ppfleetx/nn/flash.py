@@ -48,7 +48,7 @@ def flash_obstacle(
 
 
 def drops(dropout: nn.Layer) -> bool:
-    """Return whether the layer ``dropout`` drops anything in its present mode."""
+    """Return whether the layer ``dropout`` is in training mode with a probability above 0."""
     return dropout.training and dropout.p > 0
 
 
@@ -74,7 +74,7 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def unsupported_reason(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """Return the reason why flash attention of ``version`` 2 or 3 cannot run; None if it can.
+    """Return the reason why ``version`` (2 or 3) of flash attention cannot run; None if it can.
 
     Args:
         capability: compute capability of the GPU, (major, minor).

@@ -1,4 +1,4 @@
-"""The table of fused operators (one kernel in place of several), and the choice of which to use.
+"""The table of fused operators (one kernel in place of several), and the choice of operators for a run.
 
 A fused operator is used only if it exists for the device and element type, and if its results in a small
 trial match its composite: the plain operators that it replaces. Exported programs contain only composites.
@@ -32,12 +32,12 @@ class FusedOperator:
 
     Attributes:
         kernels: names of Paddle's kernels, forward and backward, that must exist for the element type.
-        types: element types that the operator is used with.
+        types: element types with which the operator is used.
         of_plugin: name of the equivalent operator of a device plugin, used instead on the plugin's device.
-        trials: module whose function with the operator's name runs the operator and its composite on small
-            tensors.
-        exact_on_cpu: whether its CPU kernel is bitwise equal to the composite and no slower. On a CPU, the
-            setting ``auto`` uses only such operators.
+        trials: module with the operator's trial: a function with the operator's name that runs the operator
+            and its composite on small tensors.
+        exact_on_cpu: whether the operator's CPU kernel is bitwise equal to its composite and no slower. On a
+            CPU, the setting ``auto`` uses only these operators.
     """
 
     kernels: tuple[str, ...]
@@ -68,11 +68,12 @@ TABLE: Mapping[FusedName, FusedOperator] = {
     "linear_grad_add": FusedOperator(("fused_linear_param_grad_add",), types=HALF_TYPES),
     "weight_cast": FusedOperator(("cast",), types=HALF_TYPES),
 }
-"""The fused operators by name. docs/numerics.md says what each of them replaces."""
+"""The fused operators by name. docs/numerics.md lists the plain operators that each one replaces."""
 
 
 class FusedOps:
-    """The fused operators in use, by element type, and the reasons why the others are not used."""
+    """The fused operators in use, each with its element types (``taken``), and the reasons why other
+    operators are not used (``refused``)."""
 
     def __init__(
         self,
@@ -105,12 +106,12 @@ def choose(
     ctx: ParallelContext,
     unused: Mapping[FusedName, str] | None = None,
 ) -> FusedOps:
-    """Choose the fused operators to use on this device. All ranks choose the same. ``setting`` is the value
-    of ``Model.fused_ops``.
+    """Choose the fused operators to use on this device. All ranks choose the same operators.
 
     Args:
-        types: element types that the run computes in.
-        unused: operators that this run has no use for, with the reasons.
+        setting: the value of ``Model.fused_ops``.
+        types: element types in which the run computes.
+        unused: operators that this run does not need, each with the reason.
 
     Raises:
         ConfigError: an operator listed in ``setting`` cannot run here in any of the types.
@@ -143,7 +144,7 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log which fused operators are in use and, except on a CPU, why the others are not used."""
+    """Log which fused operators are in use and, except on a CPU, why other operators are not used."""
     get_logger().info(f"fused operators: {ops}; plain operators for the rest (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
@@ -153,11 +154,11 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """Return, for each operator and element type, why it cannot be used on the current device; None if it
-    can.
+    """Return, for each operator and element type, the reason why the operator cannot be used on the current
+    device; None if it can.
 
     Args:
-        by_itself: whether operators are chosen automatically (``auto``).
+        by_itself: whether the toolkit chooses the operators (``auto``).
     """
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
@@ -168,8 +169,8 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return why an operator cannot be used with this type on this device. If the result is None, a trial
-    must decide."""
+    """Return the reason why an operator cannot be used with element type ``dtype`` on ``device``, if it is
+    known without a trial; None if only a trial can tell."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -212,7 +213,8 @@ def _agree(
     refused: dict[str, str],
     everywhere: Sequence[Mapping[str, Sequence[str]]],
 ) -> None:
-    """Keep only the operators that every rank can use, so that copies of a parameter stay bitwise equal."""
+    """Remove from ``taken`` all operators and types that some rank cannot use, so that copies of a parameter
+    stay bitwise equal. ``everywhere`` contains each rank's ``taken``."""
     for name, kinds in taken.items():
         shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]
         if len(shared) < len(kinds) and not shared:

@@ -29,8 +29,9 @@ Trial = tuple[str, str]
 
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """Run trials in child processes. Return one item per trial, in order: the failure as text, or None if the
-    trial passed. ``device`` includes its number, for example ``gpu:0``."""
+    """Run trials in a child process, and start a new one after each crash. Return one item per trial, in
+    order: a description of the failure, or None if the trial passed. ``device`` includes its number, for
+    example ``gpu:0``."""
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()
@@ -49,8 +50,8 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Run trials in one child process. Return whether the first trial began, the results that the child
-    reported, and how the child ended ("" if normally)."""
+    """Run trials in one child process. Return whether the child was ready to run trials, the results that it
+    reported, and a description of its crash or timeout ("" if there was none)."""
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -76,7 +77,7 @@ def _end_of(code: int, errors: bytes) -> str:
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
     """Run a trial. Return None if the fused and the plain results agree within tolerance. Otherwise, return a
-    text that says how much they differ, or which error the trial raised."""
+    message with the largest difference, or with the error that the trial raised."""
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:
@@ -94,7 +95,7 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first informative line of an error message, without Paddle's decoration."""
+    """Return the first informative line of an error message. Lines that Paddle adds around it are skipped."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__

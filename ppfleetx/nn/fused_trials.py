@@ -31,8 +31,8 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Compare fused with plain rotary positions, for positions that do not all start at 0 and several groups
-    of heads."""
+    """Compare fused with plain rotary positions, for positions that are not consecutive and several groups of
+    heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
@@ -46,7 +46,7 @@ def swiglu(dtype: str) -> Pairs:
 
 
 def causal_softmax(dtype: str) -> Pairs:
-    """Compare the fused causal softmax with the reference attention, with grouped key heads."""
+    """Compare attention by the fused causal softmax with the reference attention, for grouped queries."""
     inputs = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
     fused = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]}))
     yield from _both(partial(_reference, options=fused), _reference, inputs)
@@ -64,7 +64,8 @@ def packed_attention(dtype: str) -> Pairs:
 
 
 def plugin_attention(dtype: str) -> Pairs:
-    """Compare a plugin's attention operator with the reference attention, for one and several documents."""
+    """Compare a plugin's attention operator with the reference attention, with one document per row and with
+    two."""
     inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
     starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
     for start in (None, starts):
@@ -73,7 +74,7 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Compare fused with plain addition of weight gradients, in two matmuls with the same weight."""
+    """Compare fused with plain accumulation of weight gradients, in two matmuls with the same weight."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):

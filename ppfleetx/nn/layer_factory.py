@@ -48,19 +48,19 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, Qu
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.token_dispatcher import TokenDispatcher
 
-# Zeros instead of Paddle's random values, which build_stage would replace.
+# Layers are created with zeros, because build_stage sets the initial values.
 _ZEROS = nn.initializer.Constant(0.0)
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the declaration of a linear's matrix ``[in, out]``, as it was before any quantization."""
+    """Return the declaration of a linear's weight before quantization."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
-    """Return the layer factory for the parallel plan of ``ctx``. If ``train`` is False, weights must not
-    change after their first use."""
+    """Return the layer factory for the parallel plan of ``ctx``. If ``train`` is False, the weights of its
+    layers must not change after their first use."""
     if ctx.size_of("mp") > 1:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
@@ -74,7 +74,7 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _expert_exchange(ctx: ParallelContext) -> TokenDispatcher:
-    """Return the expert exchange for the parallel plan of ``ctx``. The groups ``ep`` and ``emp`` exist only
+    """Return the token dispatcher for the parallel plan of ``ctx``. The groups ``ep`` and ``emp`` exist only
     in a model with experts."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     return TokenDispatcher(
@@ -136,7 +136,8 @@ class LocalFactory:
         return self._declared(fake, quantizer(matrix, quantizer_numbers(cfg), sequence_parallel=split))
 
     def _maxima(self, linear: nn.Layer, cfg: QuantizationConfig) -> dict[str, Reduce]:
-        """Return how a fake quantizer takes maxima over the ranks whose slices share a scale."""
+        """Return the arguments ``over_weight`` and ``over_input`` of the linear's :class:`FakeQuantizer`. If
+        an argument is missing, its maximum needs no communication."""
         return {}
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
@@ -150,7 +151,8 @@ class LocalFactory:
         return self._declared(branch, specs)
 
     def _join_of(self, cut: Placement) -> Callable[[paddle.Tensor], paddle.Tensor] | None:
-        """Return the communication between the two matmuls of an adapter whose matrix is cut like this."""
+        """Return the communication between the two matmuls of an adapter; None if no communication is needed.
+        ``cut`` is the tensor-parallel placement of the linear's matrix."""
         return None
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
@@ -168,7 +170,7 @@ class LocalFactory:
         """Make a norm over the last dimension.
 
         Raises:
-            ConfigError: the norm is not registered, or its parameters differ from its registration.
+            ConfigError: the norm is not registered, or was registered with other parameters than it has.
         """
         size, traits, specs = spec.head_size or spec.size, NORMS.traits(spec.kind), self._parameters(spec)
         layer = NORMS.make(spec.kind, size, spec.epsilon, gives=nn.Layer)
@@ -239,7 +241,7 @@ class LocalFactory:
 
 
 class InferenceFactory(LocalFactory):
-    """The layer factory for evaluation and generation, where the model is not trained."""
+    """The layer factory for evaluation and generation: layers without dropout, for constant weights."""
 
     linear_cls = InferenceLinear
 
@@ -248,8 +250,8 @@ class InferenceFactory(LocalFactory):
 
 
 class TensorParallelFactory(LocalFactory):
-    """The factory of fleet's tensor-parallel layers (Shoeybi et al., 2019; sequence parallelism: Korthikanti
-    et al., 2022).
+    """The factory that makes fleet's tensor-parallel layers (Shoeybi et al., 2019; sequence parallelism:
+    Korthikanti et al., 2022).
 
     Attributes:
         exchange: overlaps the communication of column-parallel layers with computation; None: no overlap.
@@ -264,10 +266,11 @@ class TensorParallelFactory(LocalFactory):
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 
     def local_count(self, count: int, what: str) -> int:
-        """Return how many of ``count`` equal parts are on this rank.
+        """Return how many of ``count`` items (such as attention heads) are on this rank. ``what`` names the
+        items in the error.
 
         Raises:
-            ConfigError: the parts cannot be divided evenly.
+            ConfigError: the items cannot be divided evenly.
         """
         if count % self.group.nranks:
             raise ConfigError(
@@ -304,7 +307,7 @@ class TensorParallelFactory(LocalFactory):
             layer.mp_skip_c_identity = True  # skips a copy of the gradient
         elif self.exchange is not None:
             layer.forward = lambda x: layer.linear(x, layer.weight, layer.bias, exchange=self.exchange)
-        elif not self.sequence_parallel:  # fleet's c_identity is missing in plugins for bfloat16
+        elif not self.sequence_parallel:  # device plugins lack fleet's c_identity in bfloat16
             layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
 
@@ -326,8 +329,8 @@ class TensorParallelFactory(LocalFactory):
         return {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make a quantized linear. With sliced input features, its output is a partial sum; with sliced
-        output features, the gradient of its input is a partial sum."""
+        """Make a quantized linear. If its input features are sliced, its output is summed over the ranks. If
+        its output features are sliced, the gradient of its input is summed over the ranks."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
         cut = linear.weight.spec.placement("mp")

@@ -23,7 +23,7 @@ class LayerSpec(Protocol):
     (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.activation_memory`)."""
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declaration of each parameter, with its global shape, by local name. With
+        """Return the declaration of each parameter, with its global shape, by its name within the layer. With
         ``sequence_parallel``, gradients that are computed from only some of the positions are declared as
         partial sums."""
 
@@ -54,8 +54,8 @@ class LinearSpec:
         cut: the dimension that tensor parallelism slices: output features (``columns``), input features
             (``rows``) or none (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
-        parts: the matrices that are fused into this one.
-        of_trunk: whether the input of a ``whole`` linear has only this rank's positions under sequence
+        parts: the matrices that are fused into this one; empty: it is not fused.
+        of_trunk: for a ``whole`` linear: whether its input has only this rank's positions under sequence
             parallelism.
     """
 
@@ -136,7 +136,7 @@ class NormSpec:
         over_heads: whether the gain covers all heads together, so that tensor parallelism slices it.
         head_size: size of a head, if each head is normalized separately with its part of the gain; None: all
             heads are normalized as one vector. Only used with ``over_heads``.
-        before_split: whether the input has all positions despite sequence parallelism.
+        before_split: whether the input has all positions, even under sequence parallelism.
     """
 
     kind: str
@@ -193,7 +193,12 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Declaration of an embedding ``[rows, width]``. Tensor parallelism slices word embeddings by rows."""
+    """Declaration of an embedding ``[rows, width]``.
+
+    Attributes:
+        of_words: whether this is the word embedding, whose rows tensor parallelism slices. A position
+            embedding is not sliced.
+    """
 
     rows: int
     width: int

@@ -63,7 +63,8 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Return whether to use operators whose backward pass is faster on a CPU; False during an export."""
+    """Return whether ``x`` is on a CPU and gradients are enabled, so that operators with a faster backward
+    pass are worth using. Always False during an export."""
     return paddle.in_dynamic_mode() and paddle.is_grad_enabled() and x.place.is_cpu_place()
 
 
@@ -140,7 +141,8 @@ class SlicedDropout(Dropout):
     """Dropout of activations that are sliced over tensor-parallel ranks: each rank draws its own mask."""
 
     stream = staticmethod(sliced_stream)
-    """Context manager of the rank's own random stream, for kernels with built-in dropout."""
+    """Context manager in which random numbers come from this rank's own stream. Kernels with built-in dropout
+    also use it."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not self.training or self.p == 0:

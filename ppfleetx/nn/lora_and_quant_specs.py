@@ -1,5 +1,5 @@
-"""Change a model's parameter declarations for adapters, fake quantization and quantized weights. Does not
-import Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
+"""Parameter declarations of a model with adapters, fake quantization or quantized weights. Does not import
+Paddle. The layers are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """Return the declarations ``specs`` as changed by ``Model.lora`` and the section ``Compress``."""
+    """Return the declarations ``specs`` after the changes by ``Model.lora`` and the section ``Compress``."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:
@@ -43,8 +43,8 @@ def transformed(
 
 
 def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
-    """Add low-rank adapters to the linears selected by ``cfg``. Freeze all other parameters except those of a
-    classification head."""
+    """Return ``specs`` with low-rank adapters on the linears that ``cfg`` selects. All other parameters are
+    frozen, except in a classification head."""
     result: Specs = {}
     for name, spec in specs.items():
         result[name] = replace(spec, trains=spec.trains and name.startswith("score."))
@@ -55,7 +55,8 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """Add fake quantizers to the linears selected by ``cfg``, and freeze the embedding if configured."""
+    """Return ``specs`` with fake quantizers on the linears that ``cfg`` selects, and with a frozen embedding
+    if configured."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
@@ -67,7 +68,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
 
 
 def quantized_weights(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
-    """Replace the parameters selected by ``cfg`` with their quantized integers and scales."""
+    """Return ``specs`` with integers and scales in place of the parameters that ``cfg`` selects."""
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
@@ -88,8 +89,8 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """Declare a low-rank adapter of ``matrix [in, out]``. A ``[in, rank]`` is sliced like the input features
-    of the matrix, and B ``[rank, out]`` like its output features."""
+    """Declare a low-rank adapter of ``matrix [in, out]``. The adapter's ``a [in, rank]`` is sliced like the
+    matrix's input features, and ``b [rank, out]`` like the matrix's output features."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -104,7 +105,7 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """Declare the low-rank adapters of a layer's experts."""
+    """Declare the low-rank adapters of all experts, for ``matrix [experts, in, out]``."""
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
@@ -120,7 +121,7 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 def linear_kind(matrix: ParamSpec) -> str | None:
     """Return the layer type of a linear with this matrix, as in
-    ``Compress.Quantization.quantizable_layer_type``; None if tensor parallelism does not slice the matrix."""
+    ``Compress.Quantization.quantizable_layer_type``. None if tensor parallelism never slices the matrix."""
     axis = matrix.view.tensor
     return _KINDS.get((axis, matrix.placement(axis)))
 
@@ -156,8 +157,8 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """Declare the parameter that stores the quantized integers of a frozen ``matrix``. Each stored row packs
-    ``per_row`` input features (1 with 8 bits, 2 with 4 bits)."""
+    """Declare the parameter that stores the quantized integers of a frozen ``matrix``. Each of its rows packs
+    ``per_row`` input features: 1 with 8 bits, 2 with 4 bits."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
@@ -183,7 +184,8 @@ def num_scales(in_features: int, form: Form) -> int:
 
 
 def row_scales(table: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a quantized word embedding. Each of its rows has its own scales."""
+    """Declare the scales of a quantized word embedding ``table``. Each row of the table has its own
+    scales."""
     rows, width = table.shape
     dtype = "float16" if form.asymmetric else "float32"
     return replace(table, shape=(rows, num_scales(width, form)), dtype=dtype, trains=False)

@@ -1,5 +1,5 @@
-"""Token loss (cross entropy), in float32 for training and in float64 for evaluation. Scores of tokens: the
-log probability of each token, and whether it is the most likely one.
+"""Token loss (cross entropy), in float32 for training and in float64 for evaluation; and scores of tokens:
+the log probability of each token, and whether the token is the most likely one.
 
 Shape letters: s positions, b rows.
 """
@@ -35,8 +35,8 @@ def token_loss(
     """Return the sum of the cross entropy over the valid tokens of a micro batch.
 
     Args:
-        logits: ``[s, b, columns]``, or an object that yields them in chunks. Columns from ``true_vocab`` on
-            are padding and get no probability.
+        logits: ``[s, b, columns]``, or :class:`~ppfleetx.nn.chunked_loss.DeferredLogits`. Columns from
+            ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         group: the ranks that divide the columns of the logits equally, in order of rank. All of them get the
@@ -72,9 +72,9 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
     softmax, losses = _C_ops.cross_entropy_with_softmax(logits, columns, False, True, True, -100, -1)
     exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits).astype("float64")
-    # Paddle's CPU kernel adds exponentials one by one in float32; over 50,000 columns its loss is about 1e-5
-    # too low. The sum of a row of its softmax is the true sum of exponentials divided by the kernel's sum, so
-    # the logarithm of the row's sum corrects the loss.
+    # Paddle's CPU kernel adds exponentials one by one in float32, so over 50,000 columns its loss is about
+    # 1e-5 too low. A row of its softmax adds up to the true sum of exponentials divided by the kernel's sum,
+    # so the logarithm of this row sum corrects the loss.
     return exact + _row_sums(softmax).log() if softmax.place.is_cpu_place() else exact
 
 
@@ -126,21 +126,22 @@ def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOut
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
-    """Return the float64 sums over the last axis of a float32 tensor in host memory, added pairwise."""
+    """Return the sums over the last axis of a float32 tensor in host memory, as float64. NumPy adds pairwise,
+    which is more exact than adding one by one."""
     sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
     return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return ``[s, b]``: 0 where all logits of a position in ``logits [s, b, columns]`` are finite, else
-    NaN."""
+    """Return 0 for each position of ``logits [s, b, columns]`` whose logits are all finite, else NaN. The
+    result is ``[s, b]``."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
 
 
 class _HidePadding(PyLayer):
-    """Autograd function that lowers the padding columns of the logits, so that they get no probability and no
-    gradient."""
+    """Autograd function that sets the padding columns of the logits to a very low value, so that they get no
+    probability and no gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: paddle.Tensor, true_vocab: int) -> paddle.Tensor:
@@ -169,7 +170,8 @@ def token_scores(
     """Return the log probability of each label, and whether the label is the most likely token.
 
     Args:
-        logits: ``[s, b, columns]``. Columns from ``true_vocab`` on are padding and get no probability.
+        logits: ``[s, b, columns]``, or :class:`~ppfleetx.nn.chunked_loss.DeferredLogits`. Columns from
+            ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         mask: ``[b, s]``; only positions where the mask is not 0 are scored.
         group: the ranks that divide the columns of the logits equally, in order of rank. All of them get the
@@ -204,8 +206,8 @@ def token_scores(
 def _score_rows(
     rows: paddle.Tensor, wanted: paddle.Tensor, true_vocab: int, group: Any
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the log probability (float64) of one token per row of logits, and whether this token is the
-    most likely one.
+    """Return the log probability (float64) of the token ``wanted`` in each row of logits, and whether this
+    token is the most likely one.
 
     Args:
         rows: ``[rows, columns]``, logits.
@@ -236,8 +238,8 @@ def _likeliest(
     """Return the highest logit and its token id for each row, over all ranks that divide the columns.
 
     Args:
-        highest: ``[rows]``, the highest logits of this rank.
-        token: ``[rows]``, their token ids.
+        highest: ``[rows]``, the highest logit of each row on this rank.
+        token: ``[rows]``, the token id of each highest logit.
     """
     from paddle import distributed
 

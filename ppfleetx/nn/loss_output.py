@@ -13,8 +13,8 @@ import paddle
 from ppfleetx.utils.log import get_logger
 
 SAME_ON_MP = ("mp",)
-"""The axes whose ranks get the same results from the factory's ``token_loss`` and ``token_scores``: only
-tensor parallelism."""
+"""The axes whose ranks get the same results from ``token_loss`` and ``token_scores`` of the layer factory:
+only the tensor-parallel axis."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Sum:
     Attributes:
         value: sum over this rank's part of the micro batch, a scalar without a gradient.
         count: number of tokens (or other items) in the sum.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same value and count. Along all other axes, both
-            are summed.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same value and count. Along all other axes,
+            values and counts are summed.
     """
 
     value: paddle.Tensor
@@ -41,8 +41,8 @@ class LossOutput:
         loss: sum of the loss over all valid tokens, a scalar with a gradient.
         metrics: metrics by name. The task declares the names (``BasicModule.metrics``).
         same_on: axes whose ranks hold the same ``loss``.
-        rows: a function that returns the loss of each row, ``value [b]`` and ``count [b]``; None: the loss is
-            not a sum over rows.
+        rows: a function that returns the loss of each row as a :class:`Sum` with ``value [b]`` and
+            ``count [b]``; None: the loss is not a sum over rows.
     """
 
     loss: paddle.Tensor
@@ -51,15 +51,16 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the loss sum and the count, so that the output unpacks as a pair. This is deprecated, logs a
-        warning, and is supported for one more version."""
+        """Yield the sum of the loss and the count, so that the output unpacks as a pair. Deprecated: logs a
+        warning, and will be removed after one more version."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()
 
 
 def as_loss_output(found: Any, task: object) -> LossOutput:
-    """Convert the result of ``task.loss``. A pair (loss sum, count) is accepted with a warning."""
+    """Return ``found``, the result of ``task.loss``, as a :class:`LossOutput`. A pair (loss sum, count) is
+    converted with a warning."""
     if isinstance(found, LossOutput):
         return found
     _warn(

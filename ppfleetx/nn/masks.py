@@ -21,8 +21,8 @@ def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """Return the mask of allowed pairs, ``[batch, 1, queries, keys]``. The batch dimension is 1 without
-    ``document_start``.
+    """Return the mask of allowed pairs of queries and keys, ``[batch, 1, queries, keys]``. The batch
+    dimension is 1 without ``document_start``.
 
     Args:
         document_start: ``[batch, queries]``, the first position that each query may attend to, for packed
@@ -58,7 +58,8 @@ def window_start(
 def mask_scores(
     scores: paddle.Tensor, num_queries: int, num_keys: int, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """Mask ``scores [batch, heads, queries, keys]``, so that blocked keys get no probability."""
+    """Mask ``scores [batch, heads, queries, keys]``, so that the softmax gives probability 0 to blocked
+    keys."""
     # Adding a cached mask is cheaper than ``where`` and its gradient, but several times slower in an export.
     # With document_start, ``where`` keeps rows without any allowed key (left padding) finite.
     if paddle.in_dynamic_mode() and document_start is None:
@@ -81,7 +82,8 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """Return the mask of allowed pairs for queries that follow cached keys, ``[batch, 1, queries, keys]``.
+    """Return the mask of allowed pairs of queries and keys, ``[batch, 1, queries, keys]``, for queries that
+    follow cached keys.
 
     Args:
         num_keys: number of columns of the cache. The last columns can be empty.

@@ -1,7 +1,7 @@
 """Matmuls of activations and weights, with four independent options:
 
 - ``cast_to``: multiply by a 16-bit copy of the weight, which is made once per step;
-- :class:`Exchange`: communication among tensor-parallel ranks that overlaps the backward pass;
+- :class:`Exchange`: overlap the communication among tensor-parallel ranks with the backward pass;
 - ``fused``: add the weight's gradient to the float32 ``main_grad`` in one kernel, instead of to ``grad``;
 - ``defers``: compute the weight's gradient after the backward pass (Qi et al., "Zero Bubble Pipeline
   Parallelism", 2023).
@@ -40,7 +40,8 @@ class Exchange:
     this base class, each rank has the whole input.
 
     Attributes:
-        gathers_again: whether a subclass gathers the input again in the backward pass, instead of keeping it.
+        gathers_again: whether the input is gathered again in the backward pass instead of being kept; always
+            False in this base class.
     """
 
     gathers_again = False
@@ -49,7 +50,7 @@ class Exchange:
         self._group = group
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Return the whole input of the matmul, which is gathered if each rank holds only a part."""
+        """Return the whole input of the matmul, gathered from the ranks if each rank holds only a part."""
         return self.start_whole(x)()
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
@@ -65,8 +66,8 @@ class Exchange:
 
 
 class ScatteredInput(Exchange):
-    """Communication for sequence parallelism: gathers the input, and reduce-scatters the input's gradient
-    (Korthikanti et al., 2022, section 4.2.2)."""
+    """Communication for sequence parallelism: an all-gather of the input, and a reduce-scatter of the input's
+    gradient (Korthikanti et al., 2022, section 4.2.2)."""
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:
         super().__init__(group)
@@ -85,7 +86,7 @@ class ScatteredInput(Exchange):
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
     """Return a function that waits for ``task`` and returns ``result``. The function keeps the tensors
-    ``_used`` in memory."""
+    ``_used`` in memory until then."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -105,8 +106,8 @@ class Matmul:
     """Computes the matmuls with the weights of one model.
 
     Args:
-        cast_to: dtype of the copies of weights and biases that are made once inside :meth:`kept`; None: no
-            copies are made.
+        cast_to: dtype to which weights and biases are cast once inside :meth:`kept`; None: they are not cast
+            in advance.
         fused: the fused operators in use; only ``linear_grad_add`` matters here.
         defers: whether the gradients of weights are deferred until :meth:`run_next` is called.
 
@@ -142,8 +143,9 @@ class Matmul:
 
         Args:
             is_transposed: whether the weight is stored as ``[out, in]``; there is then no bias.
-            exchange: with this rank's slice of a column-parallel weight: in the backward pass, the input's
-                gradient is reduced over the ranks while the weight's gradient is computed.
+            exchange: communication for a column-parallel weight, which lets the backward pass reduce the
+                input's gradient over the ranks while it computes the weight's gradient; None: no
+                communication.
         """
         if not paddle.in_dynamic_mode():  # while exporting
             return _product(x, weight, bias, is_transposed)
@@ -165,9 +167,8 @@ class Matmul:
         return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`. This is the 16-bit copy of
-        ``parameter`` if copies are kept, else ``parameter``. In bfloat16 on a CPU, it is always
-        ``parameter``."""
+        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`: the 16-bit copy of ``parameter``
+        if copies are kept, else ``parameter``. In bfloat16 on a CPU, return ``parameter`` in both cases."""
         return parameter.detach() if bfloat16.in_autocast() else self.value(parameter)
 
     def apart(
@@ -178,8 +179,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Multiply ``x`` by ``leaf``, a detached copy of ``parameter``. The weight's gradient goes to
-        ``leaf`` instead of ``parameter``."""
+        """Return ``x @ leaf + bias``, where ``leaf`` is the result of :meth:`leaf_value` for ``parameter``.
+        The weight's gradient goes to ``leaf`` instead of ``parameter``."""
         if bfloat16.in_autocast():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -194,7 +195,8 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: Counts,
     ) -> paddle.Tensor:
-        """Multiply each row of ``x [rows, in]`` by the matrix of its group in ``weight [groups, in, out]``.
+        """Multiply each row of ``x [rows, in]`` by the matrix of its group in ``weight [groups, in, out]``,
+        and add the vector of its group in ``bias [groups, out]``.
 
         Args:
             x: rows, sorted by group.
@@ -220,7 +222,8 @@ class Matmul:
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """Return the 16-bit copy of ``parameter`` if copies are kept, else the detached parameter."""
-        # Only parameters have copies: a computed tensor is freed after its matmul, and its id is used again.
+        # Only parameters have copies, because a computed tensor is freed after its matmul and its id is
+        # reused.
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
             return parameter.detach()
@@ -233,8 +236,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the tensor that matmuls use in place of ``parameter``: its 16-bit copy or the parameter
-        itself. In both cases, the gradient reaches the parameter."""
+        """Return the 16-bit copy of ``parameter`` if copies are kept, else ``parameter``. In both cases, the
+        gradient reaches the parameter."""
         if self._dtype is None or self._copies is None or bfloat16.in_autocast():
             return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)
@@ -243,12 +246,12 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Return whether gradients of this weight are added directly to its float32 ``main_grad``. This is
-        False for a weight that was computed from a parameter, such as a rounded one."""
+        """Return whether gradients of ``weight`` are added directly to its float32 ``main_grad``. Always
+        False for a tensor that is computed from a parameter, such as a fake-quantized weight."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add ``gradient``, computed elsewhere in float32, to the weight's ``main_grad``."""
+        """Add a float32 ``gradient`` to the weight's ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
@@ -268,7 +271,8 @@ class Matmul:
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a backward pass, so that :meth:`run_next` can compute its weight gradients."""
+        """Mark the end of a backward pass, so that :meth:`run_next` can compute the pass's weight
+        gradients."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
@@ -281,8 +285,9 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Call the function ``call`` as soon as all weights that the current backward pass has reached have
-        their gradients. This is inside :meth:`run_next` if gradients are deferred, else immediately."""
+        """Call the function ``call`` when the gradients of all weights that the current backward pass has
+        reached so far are complete. If gradients are deferred, :meth:`run_next` calls the function; otherwise
+        it is called immediately."""
         if self.defers:
             self._open.append(call)
         else:
@@ -306,7 +311,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """One matmul with one weight: the functions that compute it and its gradients."""
+    """One matmul with one weight, with functions that compute the product and its gradients."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -318,19 +323,19 @@ class _Work:
         return self.exchange is not None and self.exchange.gathers_again
 
     def operand(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert the matmul's input to the type in which it is multiplied."""
+        """Convert the input to the dtype in which the matmul is computed."""
         return x
 
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """Convert the matmul's input to the form that is kept for the weight's gradient."""
+        """Convert the input to the dtype in which it is kept for the weight's gradient."""
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """Convert the upstream gradient to the type in which it is multiplied. Also return the bias gradient
-        if the conversion computes it; otherwise None."""
+        """Convert the upstream gradient to the dtype in which it is multiplied. Also return the gradient of
+        the bias, or None if the conversion does not compute it."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -388,8 +393,9 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """One grouped matmul: the functions that compute it and its gradients. Each row of ``x [rows, in]`` is
-    multiplied by the matrix of its group in ``weight [groups, in, out]``; rows are sorted by group."""
+    """One grouped matmul, with functions that compute the product and its gradients. Each row of
+    ``x [rows, in]`` is multiplied by the matrix of its group in ``weight [groups, in, out]``. Rows are sorted
+    by group."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)
@@ -485,8 +491,8 @@ class _Matmul(PyLayer):
         ctx.tensors = (bias is not None, weight is not None)
         ctx.wants_x, ctx.x_dtype = not x.stop_gradient, x.dtype
         ctx.bias_dtype = None if bias is None or bias.stop_gradient else bias.dtype
-        # Keep the weight, not its values: sharding stage 3 frees them and fetches them again for the backward
-        # pass.
+        # Keep the weight, not its values, because sharding stage 3 frees the values and fetches them again
+        # for the backward pass.
         ctx.work, ctx.defer = work, defer
         ctx.x = x.detach() if work.gathers_again else work.kept(whole, result)
         return result
@@ -511,8 +517,8 @@ class _Matmul(PyLayer):
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Compute the backward pass of a matmul. Return the gradients of the input and the weight. The weight's
-    gradient is computed while the input's gradient is being reduced over the ranks."""
+    """Compute the backward pass of a matmul. Return the gradients of the input and of the weight. The
+    weight's gradient is computed while the input's gradient is being reduced over the ranks."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None
     gathering = work.exchange.start_whole(x) if work.gathers_again else None

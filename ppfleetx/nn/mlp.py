@@ -20,7 +20,7 @@ _PROBE_WIDTH = 8  # width of the tensor that checks an activation's output shape
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     """Apply GELU with the tanh approximation (Hendrycks and Gimpel, 2016), elementwise."""
-    # Passes without gradients also use the operator, because recomputation must give the same bits.
+    # Passes without gradients also use the CPU operator, because recomputation must give the same bits.
     on_cpu = paddle.in_dynamic_mode() and x.place.is_cpu_place()
     if on_cpu and x.dtype == paddle.float32 and ops.are_available():
         return ops.gelu_tanh(x)
@@ -71,10 +71,10 @@ def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
 
 
 class Activation:
-    """The activation with the registered name ``name``, in its fused form if available.
+    """The activation registered as ``name``, in its fused form if available.
 
     Raises:
-        ConfigError: the activation's output does not have the width with which it was registered.
+        ConfigError: the activation does not return the width that its registration requires.
     """
 
     def __init__(self, factory: LayerFactory, name: str) -> None:
@@ -101,7 +101,7 @@ class MLP(nn.Layer):
 
 
 def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
-    """Return the activation. A trial on a small tensor checks that its output width fits its registration."""
+    """Return the activation registered as ``name``, after checking its output width on a small tensor."""
     # Without the check, a matrix product would fail with a message that does not mention activations.
     with paddle.no_grad():
         given = ACTIVATIONS.make(name, paddle.zeros([1, 1, _PROBE_WIDTH]), gives=paddle.Tensor)

@@ -15,7 +15,7 @@ from ppfleetx.nn.layer_spec import LinearSpec, Specs, parameters_within, within
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Part, Placement, Shard, dense
 
 GATE_AND_UP = (Part("gate", 1, 2, 0, 1), Part("up", 1, 2, 1, 1))
-"""The parts of fused gate and up projections, with columns ``[unit][gate, up]``."""
+"""The columns of gate and up in their fused projection: gate and up alternate."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class MLPSpec:
     """Declaration of an MLP, ``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: class of the layer; a subclass can set another class.
+        layer: class of the layer, or ``module:class``; a subclass can set another class.
         ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs.
         activation: a value of ``Model.hidden_act``.
     """
@@ -106,8 +106,7 @@ class GroupedLinearSpec:
 
         def placed(shape: tuple[int, ...], init: Init, kind: str, emp: Placement) -> ParamSpec:
             of_parts = len(shape) - 1
-            # A bias that is not sliced is added by only one rank along emp, so only this rank has the bias
-            # gradient.
+            # Only one rank along emp adds a bias that is not sliced, so only this rank has the bias gradient.
             grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
             parts = tuple(replace(part, dim=of_parts) for part in one.parts)
             return ParamSpec(shape, init, kind, {"ep": Shard(0), "emp": emp}, grad, parts)
@@ -123,7 +122,7 @@ class MoESpec:
     """Declaration of a mixture of experts in place of an MLP.
 
     Attributes:
-        num_mixtures: number of mixtures of experts in the whole model.
+        num_mixtures: number of mixture-of-experts layers in the whole model.
         expert: declaration of one expert.
         shared: declaration of the shared expert, which processes every position; None: there is none.
     """
@@ -149,7 +148,8 @@ class MoESpec:
 
     @property
     def shared_gate(self) -> LinearSpec | None:
-        """The linear whose sigmoid scales the output of the shared experts; None: there is no such linear."""
+        """The linear whose sigmoid scales the output of the shared experts; None: the output is not
+        scaled."""
         if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
             return None
         return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
@@ -166,8 +166,9 @@ class MoESpec:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def router_parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declarations of the router's ``weight`` and, if configured, of ``bias`` and ``load``,
-        which get no gradients. ``load`` is each expert's share of the choices in the previous step."""
+        """Return the declarations of the router's ``weight`` and, if configured, of ``bias`` and ``load``.
+        ``load`` is each expert's share of the choices in the previous step. ``bias`` and ``load`` get no
+        gradients."""
         experts, routing = self.cfg.num_experts, self.cfg.router
         shape = (self.hidden_size, experts)
         specs = {"weight": dense(shape, self.expert.init, "router", partial=sequence_parallel)}
@@ -193,7 +194,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of matrix elements of the experts that are not chosen for a position."""
+        """Number of weight elements, without biases, in the experts that are not chosen for a position."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -211,10 +212,10 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return a copy of ``work`` whose micro batch is the rows of one rank's experts.
+        """Return a copy of ``work`` in which the micro batch consists of the rows for one rank's experts.
 
         Args:
-            load: number of rows of the rank, divided by the mean over the ranks.
+            load: number of rows for the rank's experts, divided by the mean over the ranks.
         """
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
@@ -225,7 +226,7 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Return the operations of the mixture for the memory simulation
+        """Return the operations of the layer for the memory simulation
         (:mod:`ppfleetx.nn.activation_memory`), on the rank with the most rows for its experts. The output
         tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)

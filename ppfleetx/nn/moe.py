@@ -54,7 +54,7 @@ class Router(nn.Layer):
 
         Returns:
             The routing; a mask of the choices within the experts' capacity, or None if all choices are kept;
-                and the router's losses.
+                and the router's auxiliary losses and statistics.
         """
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(self._input(hidden), self.weight.astype("float32"))
@@ -123,7 +123,8 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """Return the choices that the balancing loss counts, as a mask ``[s, b, experts]``."""
+        """Return a mask ``[s, b, experts]`` of the choices that the balancing loss counts. They can differ
+        from the actual choices ``chosen``."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":  # only the best expert of each position
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -237,8 +238,8 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Copy the row of each position in ``rows [positions, h]`` once for each kept choice of an expert.
-        Return the copies, sorted by expert."""
+        """Return one row per kept choice, sorted by expert: a copy of the position's row in
+        ``rows [positions, h]``."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
         return _Dispatch.apply(rows, self)
@@ -258,17 +259,17 @@ class Order:
         return _Combine.apply(outputs, weights, self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """For each kept choice, copy the position's row from ``rows [positions, h]``. Return the copies,
-        sorted by expert."""
+        """Return the same rows as :meth:`dispatch`, without its custom backward pass."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
-        """Sum the outputs of each position's experts to ``[positions, h]``.
+        """Return the sum of the outputs of each position's experts, ``[positions, h]``, without the custom
+        backward pass of :meth:`combine`.
 
         Args:
             outputs: one row per kept choice, sorted by expert.
-            weights: ``[positions, top_k]``, factors of the outputs, which must be 0 for dropped choices;
-                None: the sum is not weighted. None is allowed only if no choice was dropped.
+            weights: ``[positions, top_k]``, weights of the outputs, which must be 0 for dropped choices.
+                None: the sum is not weighted, which requires that no choice was dropped.
         """
         if self.kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
             return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)

@@ -145,7 +145,7 @@ def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> p
     """Return ``x / sqrt(mean(x²) + epsilon) * weight``, computed by one fused kernel. ``x`` and ``weight``
     have the same dtype. A 16-bit result is rounded only once, after the multiplication by ``weight``."""
     of_plugin = plugin_operator("rms_norm_npu")
-    if of_plugin is not None:  # its gain gradient is float32; the gradient of cast converts it
+    if of_plugin is not None:  # its gradient of the gain is float32, which cast's backward pass converts
         return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]
     return _C_ops.rms_norm(x, weight, weight.shape, epsilon)[0]
 

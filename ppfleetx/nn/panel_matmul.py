@@ -1,6 +1,7 @@
 """Matmuls of a few rows with a large constant matrix on a CPU, as in decoding and for short prompts.
 
-The matrix is stored in panels: contiguous blocks of columns. MKL does not have to pack them for each matmul.
+The matrix is stored in panels, that is, contiguous blocks of columns, so that MKL does not have to pack the
+matrix for each matmul.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
-    """Make reading ``tensor`` faster on a CPU, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
+    """Move the memory of a CPU tensor to huge pages, which makes reading it faster
+    (:func:`~ppfleetx.utils.machine.back_by_huge_pages`). Do nothing on other devices."""
     if tensor.place.is_cpu_place():
         back_by_huge_pages(tensor.data_ptr(), tensor.size * tensor.element_size())
 
@@ -98,7 +100,7 @@ class InferenceLinear(Linear):
         self.matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
-        """Let passes without gradients multiply by ``weight`` instead of the layer's own weight."""
+        """Multiply by ``weight`` instead of the layer's own weight in passes without gradients."""
         if self.matrix.weight is not weight:
             self.matrix = PanelMatrix(weight)
 

@@ -60,12 +60,13 @@ class ParamSpec:
         shape: shape of the whole parameter.
         kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``,
             ``router``, ``router_bias``, ``router_load``, ``lora``, ``quant``.
-        value: maps an axis to the placement of the value. Along all other axes, every rank has the whole
-            value.
-        grad: maps an axis to the placement of the gradient after a backward pass. Along all other axes, the
-            gradient is placed like the value.
+        value: placement of the parameter's value along each axis. Along axes that are not listed, every rank
+            has the whole value.
+        grad: placement of the gradient along each axis after a backward pass. Along axes that are not listed,
+            the gradient is placed like the value.
         parts: the matrices or heads that the parameter consists of.
-        tie: key of the tie, if several stages of the model share the parameter; else None.
+        tie: key of the tie (:class:`~ppfleetx.nn.stage.Tie`) if several stages share the parameter; else
+            None.
         dtype: dtype in which the parameter is stored, if it differs from the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
@@ -106,8 +107,8 @@ def dense(
     partial: bool = False,
     parts: tuple[Part, ...] = (),
 ) -> ParamSpec:
-    """Declare a parameter of a dense layer, that is, not of an expert. Its gradient is a partial sum along
-    dp, sharding and sep.
+    """Declare a parameter that does not belong to an expert. Its gradient is a partial sum along dp, sharding
+    and sep.
 
     Args:
         mp: placement of the value along mp.
@@ -153,18 +154,19 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return ``(axis,)``, the axis along which the ownership of parameters is divided (ZeRO); ``()`` if it is
-    not divided."""
+    """Return ``(axis,)``, where each rank along ``axis`` owns some of the parameters (ZeRO); ``()`` if every
+    rank owns all of its parameters."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
 def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """Assign each parameter to the rank that owns it, so that ranks own about equal numbers of elements.
+    """Choose an owner for each parameter, so that ranks own about equal numbers of elements. Return the
+    number of the owning rank by parameter name.
 
     Args:
         sizes: number of elements of each parameter, by name.
-        first: names of parameters that go to rank 0.
+        first: names of parameters that rank 0 must own.
     """
     owners = dict.fromkeys((name for name in first if name in sizes), 0)
     loads = [(sum(sizes[name] for name in owners), 0), *((0, rank) for rank in range(1, num_ranks))]
@@ -178,8 +180,9 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the groups over which a parameter's gradient is summed, in order. Each group is given by its
-    axes. Under sharding, the reduction to the parameter's owner comes first and is not included."""
+    """Return the process groups over which a parameter's gradient is summed, in this order. Each group is
+    given by its axes. Under sharding, the reduction to the parameter's owner comes first and is not
+    included."""
     # The order affects the last bits. Replicas are summed in one group, because two successive sums would add
     # the numbers in different orders on different ranks. Tied copies (pp) come last, because the sum of two
     # numbers does not depend on the order.
@@ -194,14 +197,15 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return ``(axis,)`` if replicas of the parameter along the tensor-parallel axis ``axis`` must get
-    bitwise equal gradients; ``()`` if the parameter has no such replicas."""
+    """Return ``(axis,)`` with the tensor-parallel axis if its ranks hold replicas of the parameter, which
+    must get bitwise equal gradients. Return ``()`` if tensor parallelism slices the parameter or is off."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_lack_gradient(spec: ParamSpec) -> bool:
-    """Return whether a backward pass can leave the gradient None, as for an expert without tokens."""
+    """Return whether the gradient can still be None after a backward pass, as for an expert without
+    tokens."""
     return spec.trains and "ep" in spec.view.axes
 
 
@@ -219,20 +223,22 @@ def _is_replica(axis: str, view: RankGrid) -> bool:
 
 
 def counts(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
-    """Return whether ``rank``, the owner of the parameter, includes it in the gradient norm. If the rank also
-    belongs to the first pipeline stage that holds the parameter, the sum over :func:`norm_axes` contains each
-    gradient once."""
+    """Return whether ``rank`` includes the gradient of its slice in the gradient norm. Of the ranks along
+    :func:`norm_axes` that hold the same slice, only the first includes it. The caller must exclude ranks that
+    do not own the parameter, and tied copies in later pipeline stages."""
     return _is_first_copy(spec, mesh, rank, norm_axes(spec.view, mesh))
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
-    """Return whether ``rank``, the owner of the parameter, writes its slice into a checkpoint. Exactly one of
-    the ranks with the same slice does, in the first pipeline stage that holds the parameter."""
+    """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Of the ranks that hold the
+    same slice, only the first writes it. The caller must exclude ranks that do not own the parameter, and
+    tied copies in later pipeline stages."""
     return _is_first_copy(spec, mesh, rank, spec.view.axes)
 
 
 def _is_first_copy(spec: ParamSpec, mesh: Mesh, rank: int, axes: Axes) -> bool:
-    """Return whether ``rank`` is the first along those of ``axes`` whose ranks hold the same values."""
+    """Return whether ``rank`` has coordinate 0 along all of ``axes`` that replicate the parameter. The
+    pipeline axis and the owner axis are ignored."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     return all(at[a] == 0 for a in axes if a not in without and spec.placement(a) == REPLICATE)
 
@@ -248,6 +254,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Return the groups over which gradients are summed, without duplicates and in the order of the sums.
-    Each group is given by its axes."""
+    """Return the process groups ``sums`` in the order in which gradients are summed over them, without
+    duplicates. Each group is given by its axes."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

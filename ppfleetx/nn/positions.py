@@ -27,19 +27,19 @@ class Rotary(Protocol):
     """Interface of rotary embeddings, which rotate queries and keys so that scores depend on distances."""
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``."""
+        """Rotate queries or keys ``x [b, groups, heads, s, head_dim]`` by ``position_ids [b, s]``."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The parts of a position embedding. With the default values, the model has no position embedding.
+    """The components of a position embedding. With the default values, the model has no position embedding.
 
     Attributes:
         table_rows: number of rows of a learned table that is added to the word embeddings; None: no table.
         offset: row of the table for position 0.
         added: a function of ``position_ids [s, b]`` that returns vectors ``[s, b, h]`` to add to the word
-            embeddings.
-        rotary: rotates queries and keys in every block.
+            embeddings; None: nothing is added.
+        rotary: rotates queries and keys in every block; None: no rotary positions.
         local_rotary: replaces ``rotary`` in blocks with an attention window; None: no replacement.
         biases: whether blocks add linear biases to the scores (ALiBi).
         switch_length: largest length of a sequence that uses the first of LongRoPE's two sets of angles;
@@ -92,8 +92,8 @@ def alibi(cfg: ModelConfig) -> Positions:
 
 
 def none(cfg: ModelConfig) -> Positions:
-    """Return the parts of a model without position embedding. Only the causal mask makes attention depend on
-    the order of tokens."""
+    """Return :class:`Positions` without any position embedding. Only the causal mask makes attention depend
+    on the order of tokens."""
     return Positions()
 
 
@@ -132,8 +132,8 @@ class RotaryEmbedding:
         self.switch_length = None if scaling is None else scaling.switch_length(max_positions)
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, features]`` by the
-        positions ``[b, s]``."""
+        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, features]`` by
+        ``position_ids [b, s]``."""
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
@@ -185,8 +185,8 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``rows`` to the dtype and layout of ``x``: heads before positions, instead of positions
-        before heads."""
+        """Convert ``rows``, with positions before heads, to the dtype and layout of ``x``, with heads before
+        positions."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
@@ -200,8 +200,8 @@ class RotaryEmbedding:
         return x * cos + paddle.matmul(x, _partners(self.head_dim, self.interleaved)) * sin
 
     def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return cos and sin of the angles at all positions, ``[b, s, head_dim / 2]`` float32 (computed in
-        float64), multiplied by :func:`~ppfleetx.nn.rope_scaling.attention_factor`."""
+        """Return cos and sin of the rotation angles at ``position_ids``, ``[b, s, head_dim / 2]`` float32
+        (computed in float64), multiplied by :func:`~ppfleetx.nn.rope_scaling.attention_factor`."""
         if paddle.in_dynamic_mode():
             cos, sin = _tables(*self._of_tables, paddle.get_device())
             return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
@@ -217,7 +217,7 @@ class RotaryEmbedding:
 
 
 def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
-    """Return the indices of the rows of LongRoPE's cos and sin tables for ``position_ids [b, s]``.
+    """Convert ``position_ids [b, s]`` to row indices of LongRoPE's cos and sin tables.
 
     Args:
         lengths: ``[b or 1, 1]``, length of each sequence.
@@ -228,7 +228,8 @@ def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: i
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """Return the matrix that turns each pair of features ``(first, second)`` into ``(-second, first)``."""
+    """Return the matrix ``[head_dim, head_dim]`` that maps each pair of features ``(first, second)`` to
+    ``(-second, first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 

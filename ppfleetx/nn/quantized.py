@@ -52,8 +52,8 @@ def unpack(packed: paddle.Tensor) -> paddle.Tensor:
 
 
 class QuantizedMatrix:
-    """A constant matrix of 8-bit or 4-bit integers and scales, stored as :mod:`ppfleetx.nn.quantized`
-    describes."""
+    """A constant matrix of 8-bit or 4-bit integers and scales, in the format that the docstring of
+    :mod:`ppfleetx.nn.quantized` describes."""
 
     def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
         self.weight, self.scale, self.form = weight, scale, form
@@ -75,8 +75,8 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the matmul can be computed on integers: inputs are rounded, and the matrix has one scale
-        per column and no offsets."""
+        """Whether the matmul can multiply integers by integers, and apply the scales to the product. This
+        requires rounded inputs, and a matrix with one scale per column and no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
@@ -98,7 +98,8 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the weights and scales in the layout that our CPU operators read."""
+        """Convert the integers and scales to the layout of the CPU operators
+        (:mod:`ppfleetx.nn.cpu_ops.quantized`)."""
         if self.form.bits == 4:
             values = cpu_ops.int4_panels(self.weight)
         else:
@@ -106,7 +107,7 @@ class QuantizedMatrix:
         return values, cpu_ops.scale_panels(self.scale)
 
     def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the matrix and scales in our CPU operators' layout, made once by :meth:`make_panels`."""
+        """Return the result of :meth:`make_panels`, which is cached at the first call."""
         if self._panels is None:
             self._panels = tuple(panel.contiguous() for panel in self.make_panels())
             use_huge_pages(self._panels[0])
@@ -121,11 +122,11 @@ class QuantizedMatrix:
     def multiply_panels(
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """Return ``x [..., in] @ matrix + bias``, computed by our CPU operators."""
+        """Return ``x [..., in] @ matrix + bias``, computed by the CPU operators."""
         return cpu_ops.product(self.panel_format, x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
-        """Return whether our CPU operators can multiply ``x`` by this matrix."""
+        """Return whether the CPU operators can multiply ``x`` by this matrix."""
         if not x.place.is_cpu_place() or x.dtype != paddle.float32 or not cpu_ops.are_available():
             return False
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
@@ -151,8 +152,8 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
-        If inputs are also rounded, the result does not always include the scales, and must be used only
-        through :meth:`rescaled`, which applies them."""
+        If inputs are rounded, the result can lack the scales, and must be used only through
+        :meth:`rescaled`, which applies the scales."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -192,7 +193,8 @@ class QuantizedMatrix:
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Round each row of float32 ``x [..., in]`` to 8-bit integers (in float32), with scales ``[..., 1]``."""
+    """Quantize each row of float32 ``x [..., in]`` to 8 bits. Return the integers, stored as float32, and the
+    scales ``[..., 1]``."""
     step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
     return (x / step).round(), step
 
@@ -202,7 +204,8 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """Matmul with a quantized matrix. If ``x`` is rounded, its gradient is computed as if it were not."""
+    """Autograd function of a matmul with a quantized matrix. The gradient of ``x`` ignores the rounding of
+    ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -227,7 +230,7 @@ class QuantizedLinear(nn.Layer):
 
     Args:
         linear: the linear to replace.
-        form: storage of the matrix (bits, groups, asymmetric or not).
+        form: quantization format of the matrix (bits, group size, asymmetric or not).
         enter, leave: communication applied to the input, and to the output before the bias is added; None:
             no communication.
 
@@ -285,8 +288,8 @@ class QuantizedGroupedLinear(nn.Layer):
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Return the quantized matrix of one expert. It is created at the first call, after which the stored
-        weights must not change."""
+        """Return the quantized matrix of one expert, which is cached at the first call. The stored weights
+        must not change afterwards."""
         if expert not in self._matrices:
             stored = self.weight[expert], self.scale[expert]
             self._matrices[expert] = QuantizedMatrix(*stored, self.form)
@@ -297,7 +300,7 @@ class QuantizedEmbedding(nn.Layer):
     """A word embedding stored in 8 bits. Under tensor parallelism, it holds this rank's rows.
 
     Args:
-        form: quantization format of the table (size of groups, asymmetric or not).
+        form: quantization format of the table (group size, asymmetric or not).
         join: sums the results of the ranks; None: this rank holds all rows.
     """
 
@@ -345,7 +348,7 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """Return the transposed table ``[h, columns]`` as the matrix of a tied head.
+        """Return the transposed table ``[width, columns]`` as the matrix of a tied head.
 
         Args:
             vocab_size: number of columns to keep; None: all.
@@ -357,7 +360,7 @@ class QuantizedEmbedding(nn.Layer):
 def with_quantized_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """Return ``stages`` with linears and word embedding quantized according to ``cfg``, the section
+    """Return ``stages`` with linears and the word embedding quantized according to ``cfg``, the section
     ``Compress.Weights``. If ``cfg`` is None, return the stages unchanged."""
     if cfg is None:
         return list(stages)

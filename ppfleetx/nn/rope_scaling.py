@@ -37,21 +37,21 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     if scaling.type == "longrope":
         return longrope_attention_factor(scaling.factor, scaling.original_max_position_embeddings)
 
-    # As in transformers, use the two numbers only if neither is 0.
+    # As in Hugging Face transformers, mscale and mscale_all_dim apply only if neither is 0.
     if scaling.mscale and scaling.mscale_all_dim:
         return _magnitude(scaling, scaling.mscale) / _magnitude(scaling, scaling.mscale_all_dim)
     return _magnitude(scaling, 1.0)
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
-    """Return the default factor of cos and sin for sequences ``factor`` times as long as
+    """Return LongRoPE's default factor of cos and sin, for sequences that can be ``factor`` times as long as
     ``original_length``."""
     return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor of the scores in DeepSeek's latent attention with scaled rotary frequencies. The
-    factor of cos and sin (:func:`attention_factor`) applies in addition."""
+    """Return the factor by which DeepSeek's latent attention multiplies the scores if rotary frequencies are
+    scaled. The factor of cos and sin (:func:`attention_factor`) applies in addition."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2

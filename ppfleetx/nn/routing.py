@@ -75,10 +75,12 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """Return three weighted sums over this rank's positions of each sequence: choices per expert, scores per
-    expert and number of positions. They are concatenated to ``[b, 2 * experts + 1]``.
+    """Return three weighted sums over the positions of each sequence on this rank: the choices of each
+    expert, the scores of each expert, and the number of positions. The sums are concatenated to
+    ``[b, 2 * experts + 1]``.
 
     Args:
+        scores, chosen: ``[s, b, experts]``; ``chosen`` is 1 for chosen experts, else 0.
         counts: ``[s, b]``, weight of each position.
     """
     of_each = counts.unsqueeze(-1)
@@ -89,8 +91,8 @@ def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
     """Return the balancing loss of each sequence, ``[b]`` (Wang et al., 2024).
 
     Args:
-        sums: ``[b, 2 * experts + 1]``, choices per expert, scores per expert and number of positions
-            (:func:`sequence_sums`), summed over the ranks that share the sequences.
+        sums: ``[b, 2 * experts + 1]``, the result of :func:`sequence_sums`, summed over the ranks that hold
+            different positions of the same sequences.
     """
     experts = (sums.shape[-1] - 1) // 2
     choices, scores, positions = sums.split([experts, experts, 1], -1)
@@ -117,7 +119,7 @@ def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
 
 def entropy(scores: paddle.Tensor) -> paddle.Tensor:
     """Return the entropy of each position's scores, ``[s, b]``. It is largest if all experts have equal
-    scores, and 0 if one expert has the whole score."""
+    scores, and 0 if one expert has score 1."""
     return -(scores * scores.clip(min=_TINY).log()).sum(-1)
 
 
@@ -140,15 +142,16 @@ def within_capacity(
     factor: float,
     policy: str,
 ) -> paddle.Tensor:
-    """Return the mask ``[s, b, top_k]`` of choices: 1 for kept, 0 for dropped. All positions of the sequences
-    must be on this rank.
+    """Return a mask of the choices that fit into the experts' capacity, ``[s, b, top_k]``: 1 for kept
+    choices, 0 for dropped ones. All positions of the sequences must be on this rank.
 
     Args:
         counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Choices of positions with 0 are
             never dropped.
-        factor: limit of an expert's choices in a sequence, as a multiple of the mean over the experts.
-        policy: the choices that an expert keeps: of the first positions (``position``), or with the largest
-            weights (``probs``).
+        factor: capacity factor. In each sequence, an expert keeps at most ``factor`` times the mean number of
+            choices per expert.
+        policy: ``position``: an expert keeps the choices of the first positions. ``probs``: an expert keeps
+            the choices with the largest weights.
     """
     chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
     if policy == "position":

@@ -1,7 +1,7 @@
 """A model as a list of named stages, and parameters with canonical names and slices.
 
 A stage is a recipe (class and arguments) for one layer, such as a transformer block. A single device builds
-all stages; a pipeline rank builds only its own.
+all stages. A pipeline rank builds only the stages of its own part of the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ppfleetx.nn.token_dispatcher import TokenDispatcher
 
 NameOf = Callable[[str], str]
-"""A function that returns the canonical name of the item at a path within a layer."""
+"""A function that converts the path of a parameter or sub-layer within a layer to its canonical name in the
+model."""
 
 _ALONE = Mesh()
 
@@ -62,9 +63,9 @@ class Stage:
         layer_cls: class of the layer. ``forward(state, cache=None)`` maps a tuple of tensors to a tuple of
             tensors (in the last stage, to one tensor).
         kwargs: arguments of the class.
-        tie: the sub-layer that is shared with other stages.
-        wraps: whether the layer contains only one sub-layer, with the name of the stage. Names of parameters
-            then contain the name only once: ``head.weight``, not ``head.head.weight``.
+        tie: the sub-layer that is shared with other stages; None: there is none.
+        wraps: whether the layer contains a single sub-layer, which has the stage's own name. This name then
+            appears once in the names of parameters: ``head.weight``, not ``head.head.weight``.
         finish: function that can modify the new layer before its parameters get names and values.
     """
 
@@ -76,8 +77,7 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the stage that also calls ``extend`` with each layer that it builds, before
-        ``finish``."""
+        """Return a copy of the stage whose ``finish`` calls ``extend`` and then the original ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -94,7 +94,7 @@ class LayerFactory(Protocol):
         attention: the context-parallel strategy of attention.
         group: process group of the ranks that divide the columns of logits; None: this rank has all columns.
         sequence_parallel: whether tensor-parallel ranks hold different positions of the hidden states.
-        keeps_weights: whether weights stay in memory with the same values after their first use.
+        keeps_weights: whether weights stay in memory and do not change after their first use.
         experts: sends hidden states to the ranks of their experts, and back.
         hidden_same_on: axes whose ranks hold the same hidden states of a micro batch.
     """
@@ -109,7 +109,8 @@ class LayerFactory(Protocol):
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
-        """Return how many of ``count`` equal parts are on this rank. ``what`` names the parts in errors."""
+        """Return how many of ``count`` items, such as attention heads, are on this rank. ``what`` names the
+        items in errors."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
         """Attach the declaration ``spec`` to a parameter that a layer has created itself. The parameter must
@@ -123,16 +124,17 @@ class LayerFactory(Protocol):
         rank's slices."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
-        """Make a linear's fake quantizer. With ``follows``, training updates the scale of its input."""
+        """Make a linear's fake quantizer. With ``follows``, training updates the scale of the linear's
+        input."""
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Make a low-rank adapter of a linear, sliced like the linear."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantized replacement of a linear. Its weights are stored in the format ``form``."""
+        """Make the replacement of ``linear`` that stores its weights in the quantized format ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantized replacement of a word embedding, with rows stored in 8 bits."""
+        """Make the replacement of the word embedding that stores its rows in the 8-bit format ``form``."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         """Make an embedding. Every rank gets vectors of full width for all positions of its input."""
@@ -144,20 +146,23 @@ class LayerFactory(Protocol):
         """Make a dropout layer. With ``inside_heads``, each tensor-parallel rank draws its own mask."""
 
     def scatter_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Keep this rank's positions of the embedding's output ``[s, b, h]`` under sequence parallelism."""
+        """Select this rank's positions of the embedding's output ``[s, b, h]``, if sequence parallelism is
+        on."""
 
     def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Gather the blocks' output ``[s, b, h]`` at all positions, for layers that every rank replicates."""
+        """Gather all positions of the last block's output ``[s, b, h]`` under sequence parallelism, for
+        layers that every tensor-parallel rank computes as a whole."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the hidden states as the head's input. Under sequence parallelism, all positions are
-        gathered."""
+        """Convert hidden states to the input of a head whose columns are sliced. Under sequence parallelism,
+        all positions are gathered. In the backward pass, the gradient is summed over the tensor-parallel
+        ranks."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         """Multiply hidden states by the transposed word embedding. The columns of the logits stay sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """Select this rank's context-parallel positions (sep) from ``ids [b, s]`` of whole sequences."""
+        """Select this context-parallel rank's columns of ``ids [b, s]``, which covers whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Return the sum of ``values`` over the ranks that hold different positions of the same sequences.
@@ -196,8 +201,8 @@ def build_stage(
 
     Args:
         seed: seed of the initial values; None: they are not set, because a checkpoint will be loaded.
-        shared: the tied sub-layers that this process has built so far, by key. The stage takes its tied
-            sub-layer from here, or builds it and adds it.
+        shared: the tied sub-layers that this process has built so far, by key. A tied sub-layer that is
+            missing is built and added.
         empty: whether to free the parameters' memory instead of drawing values.
     """
     kwargs, tie = dict(stage.kwargs), stage.tie
@@ -210,7 +215,7 @@ def build_stage(
     if tie is not None:
         shared[tie.key] = getattr(layer, tie.attribute)
     for path, parameter in layer.named_parameters():
-        if parameter.info.name:  # already initialized by the stage that shares it
+        if parameter.info.name:  # already initialized by another stage that shares it
             continue
         _name(parameter, stage, path)
         if empty:
@@ -257,8 +262,8 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Make the output of a frozen first layer require a gradient, which recomputation needs. This is a
-    forward hook."""
+    """Make the output of a frozen first layer require a gradient, which recomputation needs. This function is
+    a forward post-hook."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

@@ -22,17 +22,18 @@ from ppfleetx.distributed.host_device_copy import read, upload
 
 
 class TokenDispatcher:
-    """The exchange of hidden states among the expert-parallel ranks of a pipeline stage.
+    """Exchanges hidden states among the expert-parallel ranks of a pipeline stage.
 
     Args:
         ep: group of the ranks among which experts are divided; None: every rank has all experts.
         emp: group of the ranks that slice each expert's matrices; None: experts are whole.
-        alike: group of the ranks that hold the same rows; None: no other rank holds them.
+        alike: group of the ranks that hold the same rows; None: no other rank holds this rank's rows.
         levels: this rank's groups between nodes and inside its node
             (:func:`~ppfleetx.config.mesh.levels_of`); None: the exchange has one level.
 
     Attributes:
-        adds_output_bias: whether this rank adds the bias of the experts' output; one rank along ``emp`` does.
+        adds_output_bias: whether this rank adds the bias of the experts' output. Only one rank along ``emp``
+            adds it.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class TokenDispatcher:
         return _Own.apply(rows, self._alike)
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """Gather all ``num_rows`` rows from the ranks that hold shares of them; ``rows`` is this rank's
-        share."""
+        """Undo :meth:`own`: gather all ``num_rows`` rows from the ranks that hold shares of them. ``rows`` is
+        this rank's share."""
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
-        """Start to send rows of hidden states to the ranks of their experts.
+        """Start to send rows of hidden states to the ranks of their experts. Return the round trip, which
+        receives the rows and sends the outputs back.
 
         Args:
             rows: ``[rows, h]``, sorted by expert.
@@ -75,13 +77,13 @@ class RoundTrip:
         self._rows, self._counts = rows, counts
 
     def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
-        """Wait for the rows of this rank's experts. Return them sorted by expert, and the number of rows per
-        expert."""
+        """Wait for the rows of this rank's experts. Return the rows, sorted by expert, and the number of rows
+        for each expert."""
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """Send the experts' outputs back. Return the outputs for this rank's rows, in the order in which the
-        rows were dispatched."""
+        """Send the outputs of this rank's experts back, and wait for the outputs of the rows that this rank
+        has dispatched. Return these outputs in the order of the dispatched rows."""
         return outputs
 
 
@@ -102,13 +104,13 @@ class _Travel(RoundTrip):
         return _Return.apply(outputs, self._route)
 
 
-# The place of a rank is its index in its node. With two levels, a rank sends the rows for the experts of a
-# node to the rank of that node with the same place, which forwards the rows within the node. Experts receive
-# the same rows in the same order as with one level.
+# The place of a rank is its index in its node. With two levels, a rank sends all rows for a node to the rank
+# with the same place in that node, which forwards the rows within the node. Experts receive the same rows in
+# the same order as with one level.
 @dataclass(frozen=True)
 class Route:
-    """How many rows the ranks send and receive on the way to the experts and back. In an exchange with one
-    level, every rank along ``ep`` counts as a node.
+    """The numbers of rows that ranks exchange in one round trip, and the methods that exchange the rows. In
+    an exchange with one level, every rank along ``ep`` counts as a node.
 
     Attributes:
         sent: ``[nodes]``, number of rows that this rank sends to each node.
@@ -116,7 +118,7 @@ class Route:
             rank of its own node.
         table: ``[emp, ranks per node, nodes, experts of this rank]``, number of rows that arrive at each rank
             along ``emp``, from each rank of each node, for each expert.
-        zeros_at: index of a row of zeros among the rows sent; None: there is no such row.
+        zeros_at: index at which a row of zeros is inserted into the rows to send; None: no row is inserted.
         between, within, emp: the process groups, or None.
     """
 
@@ -182,8 +184,7 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that a rank along ``emp`` receives. The ranks along ``emp`` slice the same
-        experts."""
+        """Largest number of rows that any of the ranks that slice the same experts (``emp``) receives."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -201,8 +202,7 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort rows by expert after they were gathered from the ranks that slice the same
-        experts."""
+        """Indices that sort rows by expert after the gather over the ranks that slice the same experts."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
@@ -215,16 +215,17 @@ class Route:
         return upload(place)
 
     def depart(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send rows, sorted by expert, to the ranks of their experts."""
+        """Start to send rows, sorted by expert, to the ranks of their experts. Return the tensor that will
+        hold the received rows."""
         if self.zeros_at is not None:
             zeros = paddle.zeros([1, *rows.shape[1:]], rows.dtype)
             rows = _joined(rows[: self.zeros_at], zeros, rows[self.zeros_at :])
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Forward the rows that this rank received in the exchange between nodes to the ranks of this node
-        that have the rows' experts. Return the rows for this rank's experts, sorted by expert. Ranks that
-        slice the same experts get the same rows."""
+        """Finish the delivery of rows after the exchange between nodes. Each rank forwards the rows that it
+        received to the ranks of its node that have the rows' experts. Return the rows for this rank's
+        experts, sorted by expert. Ranks that slice the same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -233,9 +234,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Undo :meth:`spread`: send the outputs of this rank's experts back to the ranks that forwarded the
-        rows, and sum the outputs of ranks that slice the same experts. Return one output for each row that
-        this rank passed to :meth:`spread`, in the same order."""
+        """Undo :meth:`spread`. Sum the outputs of ranks that slice the same experts, and send each output to
+        the rank that forwarded its row. Return one output for each row that this rank passed to
+        :meth:`spread`, in the same order."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -247,8 +248,8 @@ class Route:
         return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send the experts' outputs back to the ranks from which the rows came. :meth:`at_home`
-        waits for them."""
+        """Start to send the experts' outputs back to the ranks that dispatched the rows. :meth:`at_home`
+        waits for the outputs. Return the tensor that will hold the outputs of this rank's own rows."""
         return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
@@ -259,7 +260,7 @@ class Route:
 
 
 class Message:
-    """An all-to-all exchange of rows between nodes, in progress."""
+    """One all-to-all exchange of rows, which :meth:`start` begins and :meth:`wait` completes."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], paddle.Tensor] | None = None
@@ -288,7 +289,7 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Exchange ``numbers`` by an all-to-all in which all ranks of ``group`` get parts of equal length."""
+    """Exchange ``numbers`` by an all-to-all that sends a part of equal length to each rank of ``group``."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)
@@ -300,8 +301,9 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
     """Return the indices that sort received rows by expert.
 
     Args:
-        table: number of rows, as in :class:`Route`.
-        stride: the rows that arrived at rank ``j`` along ``emp`` start at index ``j * stride``.
+        table: numbers of rows, as in :class:`Route`.
+        stride: distance between the rows of successive ranks along ``emp``: the rows that arrived at rank
+            ``j`` start at index ``j * stride``.
     """
     # Rows arrive ordered by slice, place, node and expert. In the result, the rows of each expert are ordered
     # by slice, node and place.

@@ -20,7 +20,7 @@ _entered = False
 
 
 def serves(dtype: str) -> bool:
-    """Return whether the device is a CPU on which the operators of this module can compute in ``dtype``."""
+    """Return whether the device is a CPU, and the operators of this module can compute in ``dtype`` on it."""
     return not on_card() and obstacle(dtype) is None
 
 
@@ -32,8 +32,8 @@ def obstacle(dtype: str) -> str | None:
 @contextmanager
 def autocast() -> Iterator[None]:
     """Context manager in which layers compute matmuls with weights (:func:`matmul`) and attention
-    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward passes use the same kind of matmul
-    as their forward passes."""
+    (:func:`attention`) in bfloat16, like ``auto_cast`` on a GPU. Backward passes inside it also use
+    bfloat16."""
     global _entered
     before, _entered = _entered, True
     try:

@@ -13,7 +13,7 @@ from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 BUILT = Path(__file__).with_name("built")
 HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops"
 NOT_COMPILED = f"operators are not compiled ({HOW_TO_MAKE} does that)"
-"""The reason that messages give if operators are missing."""
+"""The text in messages if operators are missing."""
 WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
 """Number of columns of a panel. A tile of MKL's kernels has this width: three float32 registers with AVX-512,
 two with AVX2."""
@@ -29,7 +29,7 @@ LIBRARIES = {
     "bfloat16": "operators for training in bfloat16",
 }
 SOURCES = {name: Path(__file__).with_name(f"{name}.cc") for name in LIBRARIES}
-"""The source file of each library. A library has the operators of the Python module with the same name."""
+"""The source file of each library. The Python module with the library's name calls its operators."""
 
 
 def library_path(library: str) -> Path:
@@ -54,5 +54,6 @@ def _paddle_version() -> bytes:
 
 
 def obstacle(dtype: str) -> str | None:
-    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``); None if it can."""
+    """Return why this CPU cannot compute in ``dtype`` (``float16`` or ``bfloat16``), for example because the
+    operators are not compiled; None if it can."""
     return cpu_obstacle(dtype) or (None if library_path("bfloat16").exists() else NOT_COMPILED)

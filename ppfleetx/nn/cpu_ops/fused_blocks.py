@@ -17,8 +17,8 @@ from ppfleetx.nn.cpu_ops import ops, quantized
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8", "int4_int8")
-"""The formats of a matrix. ``whole`` is ``[in, out]`` float32, ``panels`` are the panels of
-:mod:`ppfleetx.nn.panel_matmul`, and the other formats are panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
+"""The formats of a matrix. ``whole``: ``[in, out]`` float32. ``panels``: the panels of
+:mod:`ppfleetx.nn.panel_matmul`. All other formats: the panels of :mod:`ppfleetx.nn.cpu_ops.quantized`. The
 operator identifies a format by its index."""
 ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     gelu_tanh,
@@ -61,8 +61,8 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """The weights of all blocks (``tensors``), and integers from which the operator knows where to use each
-    weight (``layout``)."""
+    """The weights of all blocks (``tensors``), and integers that describe to the operator where each weight
+    is used (``layout``)."""
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
     # First come the sizes. Then, for each linear and norm of each block and for the final norm, come the
@@ -70,8 +70,7 @@ class BlockWeights:
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
-        """Write the sizes and the number of blocks into ``layout``. This must be called before
-        :meth:`add_linear`."""
+        """Append the sizes and the number of blocks to ``layout``. This must be called first."""
         self.layout += [*map(int, astuple(sizes)), num_blocks]
 
     def add_linear(
@@ -82,11 +81,13 @@ class BlockWeights:
         columns: int,
         bias: paddle.Tensor | None,
     ) -> None:
-        """Append a weight to ``tensors``, and its description to ``layout``. Each block has four weights,
-        which must be added in this order: ``qkv``, ``out_proj``, ``fc1``, ``fc2``.
+        """Append a linear's tensors to ``tensors``, and its description to ``layout``. Each block has four
+        linears, which must be added in this order: ``qkv``, ``out_proj``, ``fc1``, ``fc2``.
 
         Args:
             kind: format of the weight, one of :data:`FORMATS`.
+            values: the weight in this format.
+            scales: scales of a quantized weight, else None.
             columns: number of output features.
         """
         self.layout.append(FORMATS.index(kind))
@@ -97,8 +98,9 @@ class BlockWeights:
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
         """Append a norm: LayerNorm if ``bias`` is given, else RMSNorm. If ``weight`` is None, the block has
-        no norm at this point. Each block has six norms, which must be added after its weights in this order:
-        before attention, after attention, before the MLP, after the MLP, of queries, of keys."""
+        no norm at this point. Each block has six norms, which must be added after its linears in this order:
+        before attention, after attention, before the MLP, after the MLP, of queries, of keys. The final norm
+        comes last."""
         self._point_to(weight)
         self._point_to(bias)
 

@@ -25,8 +25,8 @@ _HOW_TO_MAKE = f"{HOW_TO_MAKE} compiles operators for this CPU (needs a C++ comp
 
 @functools.cache
 def load(library: str) -> bool:
-    """Load an operator library at the first call. Return False if it is not compiled. If it cannot be loaded,
-    log a warning and return False."""
+    """Load an operator library at the first call, and return whether it is loaded. If the library is compiled
+    but cannot be loaded, log a warning."""
     path = library_path(library)
     if not path.exists():
         return False
@@ -40,7 +40,7 @@ def load(library: str) -> bool:
 
 
 are_available = functools.partial(load, "ops")
-"""A function that returns whether the operators of this module can be called."""
+"""Return whether the operators of this module can be called."""
 
 
 def note_if_missing() -> None:
@@ -50,7 +50,7 @@ def note_if_missing() -> None:
 
 
 def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.Tensor:
-    """Call an operator that has a gradient, and return its first result."""
+    """Call the custom operator ``name``, which has a gradient, and return its first result."""
     if not paddle.is_grad_enabled():  # Paddle 3.3 records custom operators regardless
         operands = tuple(one.detach() if isinstance(one, paddle.Tensor) else one for one in operands)
     return _C_ops._run_custom_op(name, *operands)[0]
@@ -80,26 +80,26 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to ``probabilities [b, vocabulary]`` (float32 on a CPU). ``top_p`` is ``[1]`` float32. The
-    result is the same as that of :func:`ppfleetx.generation.logits_processors.nucleus`."""
+    """Apply top-p filtering to ``probabilities [b, vocabulary]``, float32 on a CPU. ``top_p`` is ``[1]``
+    float32. :func:`ppfleetx.generation.logits_processors.nucleus` gives the same result."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Return the differentiable cross entropy of each row of ``logits [..., columns]``, as ``[...]`` float64.
-    Logits are float32 on a CPU. A row with label -100 has loss 0."""
+    """Return the cross entropy of each row of ``logits [..., columns]``, as ``[...]`` float64, with
+    gradients. Logits are float32 on a CPU. A row with label -100 has loss 0."""
     return with_gradient("ppfleetx_cross_entropy", logits, labels)
 
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
-    """Apply the differentiable tanh form of GELU, elementwise. ``x`` is float32 on a CPU."""
+    """Apply the tanh form of GELU, elementwise, with gradients. ``x`` is float32 on a CPU."""
     return with_gradient("ppfleetx_gelu", x)
 
 
 def norm_gradients(
     x: paddle.Tensor, weight: paddle.Tensor, upstream: paddle.Tensor, *, centered: bool, epsilon: float
 ) -> list[paddle.Tensor]:
-    """Return the gradients of LayerNorm with respect to ``x [..., size]``, the gain ``weight [size]`` and the
-    bias. If ``centered`` is False, the norm is RMSNorm. Tensors are float32 on a CPU."""
+    """Return the gradients of LayerNorm (``centered``) or RMSNorm with respect to ``x [..., size]``, the gain
+    ``weight [size]`` and the bias. Tensors are float32 on a CPU."""
     operands = (x.detach(), weight.detach(), upstream.contiguous())
     return _C_ops._run_custom_op("ppfleetx_norm_backward", *operands, centered, epsilon)

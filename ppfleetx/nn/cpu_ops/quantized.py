@@ -15,7 +15,8 @@ from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.cpu_ops.compiled import WIDTH
 
 BLOCK = 8
-"""The number of input features that are read at once. Group sizes must be multiples of it."""
+"""The number of input features that the operators read at once. Group sizes must be multiples of this
+number."""
 MOST_INPUTS = 65536
 """The largest number of input features for which sums of 8-bit products cannot overflow 32 bits."""
 are_available = partial(ops.load, "quantized")
@@ -45,7 +46,8 @@ def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
     """Arrange the scales ``[groups, out]`` of a weight in panels of columns,
-    ``[panels, groups, panel width]``. With offsets, ``groups`` becomes ``2 * groups``."""
+    ``[panels, groups, panel width]``. If the quantization is asymmetric, ``scales`` also
+    contains the offsets, and has ``2 * groups`` rows."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
