@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
-"""The batches of each evaluation set, by the name of the set. If ``Data.Eval.sets`` is not used, there is
-one set, and its name is None."""
+"""The batches of each evaluation set, by the name of the set, in the order of the configuration. If
+``Data.Eval.sets`` is not used, there is one set, and its name is None."""
 
 NO_TRAINING = TrainingLength(max_steps=0)
 
