@@ -72,8 +72,9 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_positions(cfg: RunConfig) -> None:
-    """Raise ConfigError for a LongRoPE model whose rotary angles change at a length below its maximum. A
-    longer sequence needs its cached keys recomputed, which an exported program cannot do."""
+    """Raise ConfigError for a LongRoPE model whose rotary angles change at a length below the model's
+    maximum. When a sequence exceeds this length, its cached keys must be recomputed, which an exported
+    program cannot do."""
     scaling, longest = cfg.Model.rope_scaling, cfg.Model.max_position_embeddings
     if scaling is not None and (length := scaling.switch_length(longest)) is not None:
         raise ConfigError(

@@ -40,8 +40,9 @@ PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 CPU_OPS_FILE, QUANTIZED_OPS_FILE, BLOCKS_FILE = (
     f"{PROGRAM}_{operators}_{WIDTH}.json" for operators in ("cpu_ops", "quantized_ops", "blocks")
 )
-"""Programs with our C++ operators: of a model that is not quantized, of a quantized one, and of a quantized
-one whose transformer blocks run in one operation. They store matrices in groups of `WIDTH` columns."""
+"""Names of the program files that use our C++ operators: for a model that is not quantized, for a quantized
+model, and for a quantized model whose transformer blocks run in one operation. The programs store matrices
+in groups of `WIDTH` columns."""
 _FIRST_WITH_CHECKSUM = 3
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 _KEY = "Inference.model_dir"
@@ -120,8 +121,8 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """Return the files in the directory that do not belong to the export. If the manifest is damaged, the
-    list is empty."""
+    """Return the relative paths of files in the directory that do not belong to the export. If the manifest
+    is damaged, the list is empty."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:

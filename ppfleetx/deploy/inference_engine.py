@@ -39,10 +39,10 @@ from ppfleetx.utils.machine import back_process_by_huge_pages
 _NO_TOKEN = -1
 _GPU_POOL_MB = 256  # initial size; the pool grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
-"""The Paddle flag that delays the freeing of unused tensors until they add up to this many GB, and its value
-on a CPU. By default, Paddle hands over each unused tensor to another thread, which frees it. Waking this
-thread takes a tenth of the time of a forward pass over few tokens. With this value, Paddle wakes it only
-about thirty times per pass."""
+"""A Paddle flag, and the value that we set on a CPU. Paddle frees unused tensors only when they add up to
+this many GB. By default, Paddle hands over each unused tensor at once to another thread, which frees it.
+Waking that thread for each tensor takes a tenth of the time of a forward pass over few tokens. With this
+value, Paddle wakes the thread only about thirty times per pass."""
 
 
 class InferenceEngine(TextGenerator):
@@ -127,8 +127,8 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _cut_row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """Return a generated sequence up to its end token, stop string or length limit. Later tokens are
-        meaningless."""
+        """Return the generated sequence ``ids``, cut after its end token, stop string or length limit.
+        Later tokens are meaningless."""
         row = Row(limit)
         for token_id in ids:
             is_stopped = text.feed(token_id)
@@ -152,8 +152,8 @@ class Program:
             back_process_by_huge_pages()  # for the weights; Paddle does not expose their address
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the program and return the new tokens, int64 ``[b, t]``: t tokens for each of b sequences.
-        ``inputs`` has an array for each input of the program, by name
+        """Run the program, and return t new tokens for each of b sequences, int64 ``[b, t]``. ``inputs``
+        has an array for each input of the program, by name
         (:data:`ppfleetx.deploy.static.program.INPUTS`)."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
@@ -164,7 +164,7 @@ class Program:
 
 
 def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
-    """Create Paddle Inference's configuration for this program, device and ``Inference`` section."""
+    """Create Paddle Inference's configuration for running the program file ``program`` on ``device``."""
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     # no enable_memory_optim(): with it, Paddle 3.3.1 fails to create the predictor
     config.disable_glog_info()

@@ -31,10 +31,10 @@ class Adapters:
         return tuple(self._branches)
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
-        """Add an adapter called ``name``. For each linear layer X, ``tensors`` has the float32 LoRA matrices
-        ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]``; their product is multiplied by ``scale``. Raises
-        CheckpointError if the adapter has matrices for expert layers, or for layers that the model does not
-        have."""
+        """Add an adapter called ``name``. For each linear layer X that the adapter changes, ``tensors`` has
+        the float32 LoRA matrices ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]``. Their product is
+        multiplied by ``scale``. Raises CheckpointError if the adapter has matrices for expert layers, or
+        for layers that the model does not have."""
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")

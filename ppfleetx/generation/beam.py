@@ -1,5 +1,5 @@
-"""Beam search, plain and diverse (Vijayakumar et al., 2018), with the rules of Hugging Face transformers 5.
-Results are ranked by log-probability / length ** length_penalty.
+"""Beam search, plain and diverse (Vijayakumar et al., 2018), as in Hugging Face transformers 5. Results are
+ranked by log-probability / length ** length_penalty.
 
 Shape letters: b prompts, N beams per group, V vocabulary size.
 """
@@ -18,8 +18,8 @@ from ppfleetx.generation.decoding_session import DecodingSession
 from ppfleetx.generation.logits_processors import largest, log_probabilities
 from ppfleetx.resilience.progress import GENERATING, PROGRESS
 
-# The initial score of a group's beams except the first. All beams start as copies of one prompt, so without
-# this they would all be extended in the same way.
+# The initial score of every beam of a group but the first. All beams start as copies of the prompt. With
+# equal scores, all would be extended in the same way.
 _COPY = -1e9
 
 
@@ -31,11 +31,12 @@ class BeamOptions:
         num_beams: number of beams per prompt, over all groups; a multiple of ``num_groups``.
         length_penalty: log-probabilities are divided by length ** length_penalty; values above 0 favor long
             results.
-        early_stopping: when to stop a group that has as many results as beams. True: at once. False: when no
-            active beam would be among the results if the beam ended now. "never": when no active beam can get
-            among the results, however long it grows.
+        early_stopping: when to stop a group once it has as many results as beams. True: immediately. False:
+            when no active beam, if it ended now, would score better than the worst result. "never": when no
+            active beam can still score better than the worst result, however long it grows.
         num_groups: number of beam groups per prompt (diverse beam search); 1 is plain beam search.
-        diversity_rate: how much a token's score drops for each beam of an earlier group that took the token.
+        diversity_rate: how much a token's score drops for each beam of an earlier group that took the same
+            token in the same step.
     """
 
     num_beams: int
@@ -86,8 +87,8 @@ def beam_search(
 
 
 _Move = tuple[list[int], list[int]]
-"""A step of one group: (the indices of the beams to extend, the new token of each). In the group's last step,
-only the diversity penalty of later groups uses it."""
+"""A step of one group: (the indices of the beams to extend, the new token of each). After the group's last
+step, only the diversity penalty of later groups uses the tokens."""
 
 
 def _take_step(
@@ -97,14 +98,18 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all unfinished groups of beams by one token. ``log_probs [groups * N, V]`` are the
-    log-probabilities of each beam's next token; a group has N beams. ``step`` is the number of tokens
-    generated so far."""
+    """Advance all unfinished groups of beams by one token, and return the move of each group.
+
+    Args:
+        log_probs: ``[groups * N, V]`` log-probabilities of each beam's next token; a group has N beams.
+        history: the tokens of each beam so far, prompt included.
+        step: number of tokens generated so far.
+    """
     options = active[0].options
     moves: list[_Move] = [([], [])] * len(active)
     taken: dict[int, list[int]] = {group.prompt: [] for group in active}
-    # A token scores less in a group if earlier groups took it. As in transformers 5 (unlike 4), finished
-    # groups do not count, and the reduced scores accumulate.
+    # Diversity penalty: a token scores less in a group if earlier groups of the prompt took it in this step.
+    # As in transformers 5 (unlike 4), finished groups do not count, and the reduced scores accumulate.
     for number in range(options.num_groups):
         places = [place for place, group in enumerate(active) if group.number == number]
         if not places:
@@ -129,7 +134,8 @@ def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[list[tuple[float, int, int]]]:
-    """Return the likeliest candidates of each group, best first, as (score, beam, token)."""
+    """Return the candidates with the highest scores in each group, best first, as (score, beam, token).
+    ``scores [groups * N, V]`` has the score of each next token, to which the score of its beam is added."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
@@ -172,7 +178,7 @@ class _Group:
         size, length = self.options.group_size, len(self.ids[0]) + 1
         is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
-        # Only the N likeliest candidates can become results. The first N that do not end are the next beams.
+        # Only the N best candidates can become results. The N best that do not end become the next beams.
         for rank, (score, beam, token) in enumerate(best):
             if (is_last or token in self.end_ids) and rank < size:
                 self._finish(score, [*self.ids[beam], token])
@@ -197,5 +203,5 @@ class _Group:
         if options.early_stopping is True:
             return False
         if options.early_stopping == "never" and options.length_penalty > 0:
-            length = self.max_new_tokens  # the length with the best score: the penalty divides by most there
+            length = self.max_new_tokens  # scores are negative, so the largest divisor gives the best
         return self.scores[0] / length**options.length_penalty > self.finished[-1][0]

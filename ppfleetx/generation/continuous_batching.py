@@ -19,8 +19,8 @@ from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, shared
 # The number of prompt columns per pass. It bounds the size of attention scores and masks, which would
 # otherwise grow with the square of the prompt's length.
 _PREFILL_COLUMNS = 512
-# Rejected draft tokens leave unused columns. Before a pass, these are removed if there are more than this
-# number, and more than a quarter of the longest row.
+# Rejected draft tokens leave unused columns. Before a pass, unused columns are removed if they are more than
+# this number and more than a quarter of the longest row's length.
 _MOST_UNUSED = 64
 
 
@@ -124,8 +124,8 @@ class ContinuousBatch:
             self.history += [list(prompt) for _ in range(count)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Compute the logits ``[b, V]`` float32 for the next token of each row. Old rows run their last
-        token, and new rows their prompts."""
+        """Compute the logits ``[b, V]`` float32 for the next token of each row. The model runs the last
+        token of old rows and the whole prompt of new rows."""
         parts = []
         if len(self._visible):
             parts.append(self._step([()] * len(self._visible)))
@@ -138,16 +138,18 @@ class ContinuousBatch:
         do not become part of the rows: call :meth:`append` with each row's new tokens afterwards.
 
         Returns logits ``[1 + s, b, V]`` float32, where s is the largest number of draft tokens of a row, at
-        most :attr:`max_drafts`. Index 0 follows the row's last token, and index k its k-th draft token. For a
-        row with fewer than k draft tokens, the logits at index k are meaningless.
+        most :attr:`max_drafts`. Index 0 has the logits after each row's last token, and index k those after
+        its k-th draft token. For a row with fewer than k draft tokens, the logits at index k are
+        meaningless.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         assert max(map(len, drafts)) <= self.max_drafts
         return self._step(drafts).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Replace the tokens of every row with ``rows``, and return the next-token logits ``[b, V]`` float32.
-        Only the tokens after the common prefix of the old and the new row are run."""
+        """Replace the tokens of row i by ``rows[i]``, for each i, and return the next-token logits
+        ``[b, V]`` float32. The model runs only the tokens after the common prefix of the old and the new
+        row."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -177,9 +179,9 @@ class ContinuousBatch:
         self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only the rows with the indices ``rows``, in this order, and free the positions at the start of
-        the cache that no remaining row uses. A removed row goes into the prefix cache if this is large enough
-        and does not have the row yet."""
+        """Keep only the rows with the indices ``rows``, in this order. Positions at the start of the cache
+        that no remaining row uses are freed. A removed row is stored in the prefix cache if
+        :meth:`PrefixStore.wants` says so."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -224,8 +226,8 @@ class ContinuousBatch:
         )
 
     def _recompute_switched(self, lengths: np.ndarray) -> None:
-        """Recompute the rows that have crossed LongRoPE's ``switch_length``, because their cached keys have
-        the rotary angles of short rows. ``lengths [b]`` are the new lengths."""
+        """Recompute the cached keys and values of rows that have crossed LongRoPE's ``switch_length``,
+        because the keys have the rotary angles of the old length. ``lengths [b]`` are the new lengths."""
         is_long = self._are_long(lengths)
         turned = (is_long != self._is_long) & self._visible.any(axis=1)
         self._is_long = is_long
@@ -296,10 +298,10 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run sequences after their shared prefix, which ``cache`` holds. ``rows[i]`` are the tokens of
-        sequence i after the prefix. ``lengths [b]`` are the sequence lengths, prefix included, that determine
-        LongRoPE's rotary angles. The keys and values are added to ``cache``. Returns the next-token logits
-        ``[b, V]``, and a bool mask ``[b, positions]`` that is False at padding."""
+        """Run the rest of sequences whose shared prefix is in ``cache``, and add their keys and values to
+        ``cache``. ``rows[i]`` are the tokens of sequence i after the prefix. ``lengths [b]`` are the
+        sequence lengths, prefix included, which determine LongRoPE's rotary angles. Returns the next-token
+        logits ``[b, V]``, and a bool mask ``[b, positions]`` that is False at padding."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

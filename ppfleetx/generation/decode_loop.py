@@ -27,10 +27,11 @@ OnToken = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that change logits before a token is chosen, and the tokens that end a sequence.
+    """The rules that change logits before a token is chosen, and the tokens that end a sequence
+    (``end_ids``).
 
     Attributes:
-        min_new_tokens: number of new tokens before an end token is allowed.
+        min_new_tokens: number of new tokens that a sequence must have before an end token is allowed.
         options: the options of the logit processors, such as the repetition penalty.
         forced_bos_id: the first new token; None: any token.
         forced_eos_id: the last token of a sequence that reaches its length limit; None: any token.
@@ -43,8 +44,8 @@ class Rules:
     forced_eos_id: int | None = None
 
     def can_change_logits(self, num_new: int, limit: int) -> bool:
-        """Whether these rules can change the logits for the next token of a sequence. ``num_new`` is the
-        number of its new tokens so far, and ``limit`` is the maximum number of its new tokens."""
+        """Return whether these rules can change the logits for the next token of a sequence. ``num_new`` is
+        the number of new tokens that the sequence has so far, and ``limit`` the most that it can get."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)

@@ -23,14 +23,14 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
-    """Wraps a model for generation. Computes logits only for the last positions of each sequence, and without
+    """Computes next-token logits with a model: only for the last positions of each sequence, and without
     vocabulary padding. All ranks of a tensor-parallel ``vocab_group`` must call every method at the same
     time.
 
     Attributes:
         head_matrix: a copy of the weights of a tied head, ``[h, V]``; integers if the head is quantized. With
             tensor parallelism, it has only this rank's columns. None if the head is not tied.
-        small_head: the quantized head with its scales, if the head is tied and quantized.
+        small_head: the quantized head with its scales. None if the head is not tied or not quantized.
         switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
             keys invalid. None for other models.
     """
@@ -67,14 +67,15 @@ class NextTokenModel:
         num_last: int = 1,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Run new ``tokens [b, s]`` int64 after the n columns (positions) of ``cache``, and return the logits
-        ``[b, V]`` float32 after the last one.
+        """Run the model on new ``tokens [b, s]`` int64, which follow the n columns (positions) in
+        ``cache``. Returns the logits ``[b, V]`` float32 after the last token.
 
         Args:
+            position_ids: ``[b, s]`` positions of the tokens.
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
-                padding on the left may be hidden.
-            num_last: the number of positions to return logits for. The result is ``[num_last * b, V]``, and
-                the b rows of one position are consecutive.
+                padding on the left can be hidden.
+            num_last: the number of last positions to return logits for. The result is
+                ``[num_last * b, V]``, and the b rows of one position are consecutive.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         *_, head = self.model.stages
@@ -92,13 +93,14 @@ class NextTokenModel:
         cache: GrowingCache,
         row_lengths: np.ndarray | None = None,
     ) -> paddle.Tensor:
-        """Run new ``tokens [b, s]`` int64 after the n columns (positions) of ``cache``, and return their
-        hidden states ``[s, b, h]`` before the head. Blocks and final norm run as one fused operator where
-        possible.
+        """Run the model without its head on new ``tokens [b, s]`` int64, which follow the n columns
+        (positions) in ``cache``. Returns the hidden states ``[s, b, h]`` of the tokens after the final
+        norm. Blocks and final norm run as one fused operator where possible.
 
         Args:
+            position_ids: ``[b, s]`` positions of the tokens.
             visible: ``[b, n + s]`` bool: the columns that each row may attend to. In the first pass, only
-                padding on the left may be hidden.
+                padding on the left can be hidden.
             row_lengths: ``[b]`` number of tokens of each row. None: count the row's visible columns.
         """
         state = (tokens, position_ids)
@@ -120,8 +122,8 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Context manager in which layers run one by one, so that their forward hooks are called. The
-        operator that fuses all layers would skip the hooks."""
+        """Context manager in which layers run one by one, so that their forward hooks are called. The fused
+        operator for all blocks would skip the hooks."""
         self._layer_by_layer = True
         try:
             yield
@@ -146,8 +148,8 @@ class NextTokenModel:
 
 
 def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
-    """Return the first position that each position may attend to, ``[b, num_positions]`` int32. This is the
-    first position after the row's left padding. ``padding [b]`` are the numbers of padding tokens."""
+    """Return the first position that each position may attend to, ``[b, num_positions]`` int32. In row i,
+    this is always the first position after the left padding of ``padding[i]`` tokens."""
     starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
     return paddle.to_tensor(starts.astype(np.int32))
 
@@ -182,7 +184,7 @@ class DecodingSession:
         return self.history.shape[0]
 
     def rows(self) -> list[np.ndarray]:
-        """The tokens of each sequence, prompt included, without padding."""
+        """Return the tokens of each sequence, prompt included, without padding."""
         return [row[padding:] for row, padding in zip(self.history, self._padding, strict=True)]
 
     def next_logits(self) -> paddle.Tensor:

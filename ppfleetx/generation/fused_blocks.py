@@ -1,5 +1,5 @@
-"""Run all transformer blocks of a model in one C++ operation on a CPU, which saves the launch of many small
-operations."""
+"""Run all transformer blocks of a model in one C++ operation on a CPU, which avoids the overhead of
+launching many small operations."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from ppfleetx.nn.positions import Rotary, RotaryEmbedding
 from ppfleetx.nn.quantized import QuantizedLinear
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 1024, 1024
-"""Limits of the fused operation for low-bit weights: rows, and columns to attend to. Beyond these, Paddle's
-operations are used, which compute attention faster."""
+"""With quantized weights, the fused operation takes passes of up to ``_MOST_SMALL_ROWS`` new tokens if the
+cache has at most ``_MOST_COLUMNS`` positions. In larger passes, Paddle's own operations compute attention
+faster."""
 Operands = tuple[str, paddle.Tensor, paddle.Tensor | None]
-"""A linear layer's matrix for the operator: its format (one of `fused_blocks.FORMATS`), values and scales."""
+"""The matrix of a linear layer for the C++ operation: its format (one of `fused_blocks.FORMATS`), its
+values, and its scales (None if the matrix is not quantized)."""
 
 
 class PreparedCache(Protocol):
@@ -73,9 +75,9 @@ class FusedBlocks:
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """Run the blocks and the final norm on hidden states ``[s, b, h]`` at new positions
-        ``position_ids [b, s]``, and update ``cache``. Returns None, without running, if this pass is not
-        supported."""
+        """Run the blocks and the final norm on ``hidden [s, b, h]``, the hidden states at new positions
+        ``position_ids [b, s]``, and update ``cache``. Returns the new hidden states ``[s, b, h]``, or None,
+        without running, if this pass is not supported."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -103,8 +105,9 @@ class FusedBlocks:
     def make_weights(
         self, operands: Callable[[nn.Layer], Operands | None]
     ) -> fused_blocks.BlockWeights | None:
-        """Collect all weights of the blocks in the layout of the C++ operation. ``operands(layer)`` gives the
-        matrix of a linear layer; if it returns None, this method returns None."""
+        """Return the weights of all blocks and of the final norm in the layout of the C++ operation.
+        ``operands(layer)`` gives the matrix of a linear layer. Returns None if ``operands`` returns None
+        for any layer."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:

@@ -1,5 +1,5 @@
-"""Generate continuations of prompts: check options and lengths, divide the prompts into batches, and return
-texts.
+"""Generate continuations of prompts: check options and lengths, divide the prompts into batches, and decode
+the generated tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ OnText = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts to continue, with all options.
+    """The options for generating continuations of one batch of prompts.
 
     Attributes:
         default_seed: the seed to use if ``cfg.seed`` is None.
         first_prompt: the index of the batch's first prompt in the caller's list.
         max_new_tokens: limit of new tokens for each prompt.
+        end_ids: the tokens that end a continuation.
     """
 
     cfg: GenerationConfig
@@ -75,8 +76,8 @@ class Batch:
         return self.default_seed if self.cfg.seed is None else self.cfg.seed
 
     def random_streams(self, vocab_size: int) -> list[RandomStream]:
-        """Return the random numbers of each sequence. They do not depend on how prompts are divided into
-        batches."""
+        """Return the random number stream of each sequence. The numbers do not depend on how prompts are
+        divided into batches."""
         first = self.first_prompt
         return [RandomStream(self.seed, first + prompt, copy, vocab_size) for prompt, copy in self.streams]
 
@@ -89,8 +90,8 @@ class Generation:
         text: the new text, without the prompt, the end token and the stop string.
         ids: the generated token ids, including the end token.
         finish_reason: ``stop`` (end token or stop string) or ``length``.
-        logprobs: the score of each id, if ``cfg.logprobs`` asks for scores.
-        score: in beam search, the log-probability divided by the length penalty.
+        logprobs: the log-probability of each generated token; None if ``cfg.logprobs`` is None.
+        score: in beam search, log-probability / length ** length_penalty; otherwise None.
     """
 
     text: str
@@ -101,9 +102,9 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """Base class of generators. It encodes prompts, checks length limits and decodes texts; subclasses
-    generate the tokens of one batch. ``max_positions`` limits the length of a prompt plus its
-    continuation."""
+    """Base class of generators. It encodes prompts, checks length limits and decodes the generated tokens.
+    Subclasses generate the tokens of one batch. ``max_positions`` limits the length of a prompt plus its
+    continuation, in tokens."""
 
     takes_assistant = False
     """Whether this generator supports `Generation.assistant_model`."""
@@ -121,22 +122,22 @@ class TextGenerator(ABC):
         batch_rows: int = 16,
         first_prompt: int = 0,
     ) -> list[list[Generation]]:
-        """Continue each prompt ``cfg.num_return_sequences`` times. Returns the list of continuations of each
-        prompt.
+        """Generate ``cfg.num_return_sequences`` continuations of each prompt. Returns one list of
+        continuations per prompt.
 
         Args:
-            prompts: texts (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt
+            prompts: strings (encoded by `Tokenizer.encode_prompt`) or lists of token ids. An empty prompt
                 becomes the BOS token or, without BOS, the end-of-document token.
             seed: the seed if ``cfg.seed`` is None.
             on_text: callback for each new piece of text.
             batch_rows: the maximum number of sequences in one batch. The sequences of one prompt are always
-                in the same batch, so a batch of a single prompt may be larger.
+                in the same batch, so a batch of a single prompt can be larger.
             first_prompt: the index of the first prompt in a larger list, if ``prompts`` are part of one.
                 Random numbers depend on this index.
 
         Raises:
             ConfigError: an option does not fit the model or the prompts.
-            DataError: a prompt is neither a text nor a list of valid token ids.
+            DataError: a prompt is neither a string nor a list of valid token ids.
         """
         if cfg.stop is not None and isinstance(self.tokenizer, NoTokenizer):
             raise ConfigError(
@@ -198,12 +199,12 @@ class TextGenerator(ABC):
         return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """Return the maximum number of new tokens for a prompt, which is ``cfg.max_dec_len`` if that fits.
-        A default ``max_dec_len`` that does not fit is reduced to the number of free positions of the model,
+        """Return the maximum number of new tokens for a prompt: ``cfg.max_dec_len`` if that many fit into
+        the model's context. If the user did not set ``max_dec_len``, the default is reduced to what fits,
         with a warning. ``number`` is the prompt's index, for messages.
 
         Raises:
-            ConfigError: ``max_dec_len`` was set by the user and does not fit, or there is no room for one new
+            ConfigError: the user set a ``max_dec_len`` that does not fit, or there is no room for one new
                 token or for ``cfg.min_dec_len`` new tokens.
         """
         room = self.max_positions - prompt_length
@@ -220,8 +221,8 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Generates text with a model in this process. The model's weights must be loaded before, because the
-    generator may copy some of them. Without a tokenizer, prompts and results are token ids.
+    """Generates text with a model in this process. Load the model's weights before you create the
+    generator, which may copy some of them. Without a tokenizer, prompts and results are token ids.
     ``load_assistant`` loads the draft model ``Generation.assistant_model``. Raises DataError if the
     tokenizer has ids outside the model's vocabulary.
 
@@ -244,7 +245,7 @@ class Generator(TextGenerator):
         self._model, self._load_assistant = model, load_assistant
         self.takes_assistant = load_assistant is not None
         self._assistants: dict[str, Assistant] = {}
-        # The model's vocabulary may be larger than the tokenizer's; only ids with a text are generated.
+        # The model's vocabulary may be larger than the tokenizer's; only ids of the tokenizer are generated.
         self.next_token_model = NextTokenModel(model, known.vocab_size, vocab_group)
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:

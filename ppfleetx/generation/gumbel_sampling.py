@@ -1,8 +1,8 @@
 """Reproducible sampling with the Gumbel-max trick.
 
 For each token with probability p, a number E is drawn from Exp(1). The token with the smallest E / p is
-selected. A draw first selects a block of `BLOCK` consecutive ids, then a token in the block, so a few
-hundred random numbers are enough for any vocabulary.
+selected. A draw first selects a block of `BLOCK` consecutive ids, then a token in the block. A vocabulary
+of 50,000 tokens thus needs about 500 random numbers per draw.
 
 Shape letters: b rows, V vocabulary size, n random numbers per draw.
 """
@@ -25,9 +25,9 @@ def race_size(vocab_size: int) -> int:
 
 
 class RandomStream:
-    """The random numbers for sampling one sequence. They depend on the seed, the prompt's index, the number
-    of the continuation, the step and the vocabulary size, but not on the device, on other sequences of the
-    batch, or on NumPy's version."""
+    """The random numbers for sampling one sequence. They depend on the seed, the prompt's index
+    (``prompt``), the index of the continuation (``copy``), the step and the vocabulary size. They do not
+    depend on the device, on other sequences of the batch, or on NumPy's version."""
 
     def __init__(self, seed: int, prompt: int, copy: int, vocab_size: int) -> None:
         self._key = np.array([seed % 2**64, (prompt << 32) | copy], dtype=np.uint64)

@@ -31,8 +31,8 @@ class GrowingCache:
         self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
     def extend(self, num_new: int, visible: np.ndarray, row_lengths: np.ndarray | None = None) -> None:
-        """Begin a forward pass that adds ``num_new`` columns (positions) to the n columns of each row. Every
-        layer then calls :meth:`update`.
+        """Begin a forward pass that adds ``num_new`` columns (positions) to the n columns of each row.
+        After this call, every layer calls :meth:`update`.
 
         Args:
             visible: ``[b, n + num_new]`` bool: the columns that the new positions of each row may attend to.

@@ -38,7 +38,7 @@ def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
 
 
 def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.Tensor:
-    """In the rows of ``logits [b, V]`` where ``rows [b]`` is true, allow no token but ``token_id``."""
+    """Allow only the token ``token_id`` in the rows of ``logits [b, V]`` for which ``rows [b]`` is true."""
     column = paddle.arange(logits.shape[-1]) == token_id
     forced = paddle.where(
         column, paddle.zeros([], dtype=logits.dtype), paddle.full([], -np.inf, dtype=logits.dtype)
@@ -124,8 +124,8 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
-    """Apply top-p to the probabilities ``[b, m]`` of candidate tokens in descending order: once they sum to
-    ``top_p``, the rest of the row becomes 0."""
+    """Apply top-p to ``falling [b, m]``, probabilities of candidate tokens in descending order. Once the
+    probabilities of a row sum to ``top_p``, the rest of the row becomes 0."""
     return paddle.where(_sum_before(falling) < _as_float64(top_p), falling, paddle.zeros([], falling.dtype))
 
 
@@ -147,12 +147,13 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """Apply top-p to one row of probabilities ``[V]`` with NumPy."""
     top_p = _as_float64(top_p)
     # Only the bucket in which the sum reaches top_p is sorted. Sorting the whole row is far slower.
-    # Bucket by exponent and the top 8 fraction bits. The order is right because no number is negative.
+    # A bucket is a float32's exponent and its top 8 fraction bits. As integers, these bits have the order of
+    # the probabilities, because none is negative.
     bucket = probabilities.view(np.int32) >> 15
     bucket = (bucket - bucket.min()).astype(np.int64)
     up_to = np.bincount(bucket, weights=probabilities).cumsum()
     above = up_to[-1] - up_to
-    # If rounding keeps the total below p, every token is kept.
+    # If rounding keeps the total below top_p, every token is kept.
     boundary = max(np.count_nonzero(above >= top_p), np.count_nonzero(up_to <= 0))
     inside = np.sort(probabilities[bucket == boundary])[::-1]
     short = np.count_nonzero(above[boundary] + inside.cumsum(dtype=np.float64) < top_p)
@@ -166,9 +167,8 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return the smallest probability that top-p keeps in each row, and the number of probabilities that
-    top-p keeps, ``[b, 1]`` each. The probabilities ``falling [b, m]`` are in descending order, and sum to
-    at least ``top_p``."""
+    """Return the smallest probability that top-p keeps in each row, and how many it keeps, ``[b, 1]`` each.
+    ``falling [b, m]`` are probabilities in descending order. Each row must sum to at least ``top_p``."""
     count = (_sum_before(falling) < _as_float64(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 

@@ -23,9 +23,9 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """New prompts that start with the same cached prefix and run as one batch. ``prompts`` are the token ids
-    of each prompt, prefix included. ``length`` is the number of tokens of the prefix, and ``layers`` are the
-    keys and values of a sequence that starts with it."""
+    """New prompts that start with the same cached prefix and run as one batch. ``prompts`` are the token
+    ids of each prompt, prefix included. ``length`` is the number of tokens of the prefix, and ``layers``
+    are the keys and values of a cached sequence that starts with the prefix."""
 
     prompts: list[Sequence[int]]
     length: int = 0
@@ -60,10 +60,10 @@ class PrefixStore:
         return groups
 
     def wants(self, tokens: Sequence[int], is_long: bool = False) -> bool:
-        """Return whether the keys and values of the sequence ``tokens`` are worth storing: at least
-        `SHORTEST` of its positions are not in the store yet.
+        """Return whether the keys and values of the sequence ``tokens`` are worth storing. They are if at
+        least `SHORTEST` of its first ``max_tokens`` positions are not in the store yet.
         """
-        # A token is added, because _longest_prefix ignores the last one.
+        # -1 is added, because _longest_prefix ignores the last token.
         known = self._longest_prefix([*tokens, -1], is_long)[0]
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
@@ -85,9 +85,9 @@ class PrefixStore:
 
     def _longest_prefix(self, prompt: Sequence[int], is_long: bool) -> tuple[int, Layers]:
         """Return the length of the longest cached prefix of a prompt, and the keys and values of the stored
-        sequence that starts with it. Returns 0 and an empty dictionary if the prefix is shorter than
-        `SHORTEST`. The prefix never includes the prompt's last token. The stored sequence becomes the most
-        recently used one."""
+        sequence that starts with this prefix. Returns 0 and an empty dictionary if the prefix is shorter
+        than `SHORTEST`. The prefix never includes the prompt's last token. The stored sequence is marked as
+        the most recently used."""
         # The model must run the last token to get logits.
         array = np.array(prompt[:-1], np.int64)
         lengths = [_num_reusable(one, array, is_long) for one in self._entries]

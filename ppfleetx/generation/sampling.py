@@ -1,5 +1,5 @@
-"""Sample next tokens for a batch whose sequences (rows) have different options, and score the tokens of a
-text.
+"""Sample next tokens for a batch whose sequences (rows) have different options, and compute
+log-probabilities and embeddings of prompts.
 
 Shape letters: b rows, V vocabulary size without padding.
 """
@@ -26,9 +26,9 @@ class RowChoice:
 
     Attributes:
         tokens: the sequence so far.
-        exponentials: this step's random numbers from the sequence's `RandomStream`, flat; None at temperature
-            0.
-        forbidden: ids that may not be chosen, such as end tokens before the minimum length.
+        exponentials: ``[n]`` random numbers of this step from the sequence's `RandomStream` (`race_size`
+            gives n); None at temperature 0.
+        forbidden: ids that must not be chosen, such as end tokens before the minimum length.
     """
 
     options: SamplingParams
@@ -58,8 +58,8 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
 @dataclass(frozen=True)
 class TokenScore:
     """The log-probability of a token, and the likeliest tokens at its position. Sampling options such as
-    temperature are not applied. ``logprob`` is None for the first token of a text. ``top`` lists (token id,
-    log-probability) in descending order."""
+    temperature are not applied. ``logprob`` is None for the first token of a prompt. ``top`` lists (token
+    id, log-probability) pairs, the likeliest first."""
 
     token: int
     logprob: float | None
@@ -81,8 +81,8 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Compute the log-probability of each token of a text, given the tokens before it. The first token has no
-    log-probability.
+    """Compute the log-probability of each token of a prompt, given the tokens before it, and the
+    ``num_top`` likeliest tokens at its position. The first token has no log-probability.
     """
     scores, row_lengths = [TokenScore(tokens[0], None)], np.array([len(tokens) - 1])
     for start, part, *inputs in _chunks(tokens[:-1]):
@@ -92,8 +92,8 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
 
 
 def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
-    """Return the embedding ``[h]`` float32 of a text: the hidden state of its last token after the final
-    norm, scaled to length 1.
+    """Return the embedding ``[h]`` float32 of the sequence ``tokens``: the hidden state of the last token
+    after the final norm, scaled to L2 norm 1.
     """
     for _start, _size, *inputs in _chunks(tokens):
         hidden = model.hidden_states(*inputs, np.array([len(tokens)]))
@@ -104,9 +104,9 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split the tokens of a text into chunks for one forward pass each. Yields the index of a chunk's first
-    token, its number of tokens s, and the model's inputs: tokens and positions, int64 [1, s], a mask that
-    hides no position, and the key/value cache, which is the same for all chunks."""
+    """Split ``tokens`` into chunks, one for each forward pass. Yields the index of the chunk's first token,
+    the number s of tokens in the chunk, and the model's inputs: tokens and positions, int64 [1, s], a mask
+    that hides no position, and the key/value cache, which is the same for all chunks."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

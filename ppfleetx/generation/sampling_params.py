@@ -36,9 +36,9 @@ stop writing white space."""
 
 
 class Grammar:
-    """The grammar of the output format ``form``, such as a JSON schema. It determines which tokens may come
-    next. The output ends with one of the tokens ``end_ids``. Raises ConfigError if llguidance is missing or
-    does not support the format, or if there is no tokenizer or no end token."""
+    """The grammar of the output format ``form``, such as a JSON schema. It determines which tokens are
+    allowed next. The output ends with one of the tokens ``end_ids``. Raises ConfigError if llguidance is
+    missing or does not support the format, or if there is no tokenizer or no end token."""
 
     def __init__(
         self, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
@@ -68,8 +68,8 @@ class Grammar:
         self._matchers: dict[tuple[int, ...], Any] = {}  # key: the new tokens of a row
 
     def allowed(self, new: tuple[int, ...]) -> np.ndarray:
-        """Return a bool array ``[V]``: whether each token of the vocabulary may come next after the generated
-        tokens ``new``."""
+        """Return which tokens of the vocabulary are allowed after the generated tokens ``new``, as a bool
+        array ``[V]``."""
         matcher = self._matchers.pop(new[:-1], None) if new else None
         if matcher is None:
             matcher = self._start.deep_copy()
@@ -84,8 +84,8 @@ class Grammar:
 
 
 def _reason(error: str) -> str:
-    """Shorten an error message of llguidance to its first line and the lines that name a reason. The lines
-    that show the place in the grammar are left out."""
+    """Shorten an error message of llguidance to its first line and the lines that begin with ``error:``.
+    Lines that show the place in the grammar are left out."""
     first, *more = error.splitlines()
     return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])
 
@@ -120,8 +120,8 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The options of ``TokenOptions`` that act on logits. Texts, such as bad words, are converted to token
-    ids."""
+    """The options of ``TokenOptions`` that act on logits. Strings, such as bad words, are converted to
+    token ids."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -169,9 +169,9 @@ PLAIN = SamplingParams()
 
 
 def chosen(logits: paddle.Tensor, options: SamplingParams, exponentials: np.ndarray | None) -> paddle.Tensor:
-    """Choose the next token for each row of the processed ``logits [b, V]``: the likeliest at temperature 0,
-    else a sample. ``exponentials [b, n]`` are this step's random numbers from each row's `RandomStream`
-    (`race_size` gives n); None at temperature 0."""
+    """Choose the next token for each row of the processed ``logits [b, V]``: the likeliest token at
+    temperature 0, else a sample. ``exponentials [b, n]`` are this step's random numbers from each row's
+    `RandomStream` (`race_size` gives n), or None at temperature 0. Returns token ids ``[b]`` int64."""
     if options.temperature == 0.0:
         return logits.argmax(-1)
     weights = candidates(
@@ -207,9 +207,9 @@ def ended_by(
 def _bad_word_sequences(
     word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> list[tuple[int, ...]]:
-    """Return the token sequences to forbid for one entry of ``bad_words``. A list of token ids is one
-    sequence. A word is tokenized twice, without and with a space before it. Both results are returned if
-    their first tokens differ, else only the one without the space."""
+    """Return the token sequences to forbid for one entry of ``bad_words``. An entry of token ids is one
+    sequence. A string is tokenized twice, without and with a space before it. If the first tokens of the
+    two results are the same, only the result without the space is returned."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (
@@ -237,10 +237,10 @@ def process_logits(
     rows: Sequence[RowTokens],
     forbidden: tuple[int, ...] = (),
 ) -> paddle.Tensor:
-    """Apply the logit processors that ``options`` ask for to ``logits [b, V]``, in the order of
-    :data:`PROCESSORS`, then forbid the tokens ``forbidden``, such as end tokens before the minimum length.
-    With structured output, a processor that would leave a row without any token does not apply to that row.
-    Beam search passes log-probabilities instead of logits.
+    """Apply to ``logits [b, V]`` the logit processors that ``options`` ask for, in the order of
+    :data:`PROCESSORS`. Then forbid the tokens ``forbidden``, such as end tokens before the minimum length.
+    With structured output, a processor that would forbid all remaining tokens of a row does not apply to
+    that row. Beam search passes log-probabilities instead of logits.
     """
     given = {name: getattr(options, name) for name in PROCESSORS}
     steps = [(PROCESSORS[name], value) for name, value in given.items() if value != getattr(PLAIN, name)]

@@ -1,6 +1,6 @@
-"""Speculative decoding for greedy search. Draft tokens come from a smaller assistant model, or from the
-sequence's own text (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies several
-draft tokens. The result equals greedy search, up to float rounding."""
+"""Speculative decoding for greedy search. Draft tokens come from a smaller assistant model, or from earlier
+tokens of the sequence (prompt lookup decoding, Saxena, 2023). One forward pass of the model verifies
+several draft tokens. The result equals greedy search, up to float rounding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Assistant:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Raise ConfigError unless the assistant's tokenizer gives the same ids as the model's
-        ``tokenizer``."""
+        """Raise ConfigError unless the assistant's tokenizer gives the same ids as ``tokenizer``, the
+        tokenizer of the main model. ``place`` is where the assistant was loaded from, for the message."""
         if isinstance(tokenizer, NoTokenizer) or isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
                 "both models need a tokenizer: their token ids must mean the same",
@@ -51,9 +51,9 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Draft up to ``counts[i]`` tokens after the sequence ``rows[i]``, within the assistant model's
-        ``max_positions``. In later calls, ``rows`` must be the same sequences in the same order, now with
-        their accepted tokens. :meth:`select` removes sequences."""
+        """Return up to ``counts[i]`` draft tokens for each sequence ``rows[i]``. No sequence exceeds the
+        assistant model's ``max_positions`` with its draft tokens. In later calls, ``rows`` must be the same
+        sequences in the same order, extended by their accepted tokens. :meth:`select` removes sequences."""
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -97,8 +97,8 @@ def decode_with_drafts(
     on_token: OnToken | None = None,
 ) -> list[Row]:
     """Generate tokens for each prompt by greedy search with speculative decoding. Draft tokens come from
-    ``assistant`` or, if that is None, from the sequence's own text. ``max_drafts`` limits the draft tokens of
-    a sequence in one forward pass."""
+    ``assistant`` or, if that is None, from earlier tokens of the sequence. ``max_drafts`` limits the draft
+    tokens of a sequence in one forward pass."""
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
     rows = [
@@ -132,8 +132,8 @@ def decode_with_drafts(
 
 
 class _DraftedRow:
-    """A sequence during speculative decoding, with its draft tokens. It gets more draft tokens per pass while
-    they are accepted, and fewer otherwise."""
+    """A sequence during speculative decoding, with its draft tokens. While all draft tokens are accepted,
+    the number per pass grows; otherwise it shrinks (:func:`next_width`)."""
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, max_drafts: int) -> None:
         self.result, self._number, self.history = result, number, list(prompt)
@@ -143,10 +143,10 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Append the new tokens of a pass to this sequence, which is row ``i`` of the batch, and return them:
-        the accepted draft tokens, then the next token that the model chooses. In ``logits [1 + s, b, V]``,
-        index 0 follows each row's last token, and index k its k-th draft token. ``likeliest [1 + s, b]`` is
-        their argmax."""
+        """Append the new tokens of a pass to this sequence, which is row ``i`` of the batch, and return
+        them: the accepted draft tokens, then the next token that the model chooses.
+        ``logits [1 + s, b, V]`` has the logits after each row's last token (index 0) and after its k-th
+        draft token (index k). ``likeliest [1 + s, b]`` is the argmax of the logits."""
         new: list[int] = []
         while True:
             place = len(new)
@@ -189,8 +189,8 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
 
 
 def best_draft_count(counts: Sequence[int]) -> int:
-    """Return the limit of draft tokens per sequence that gives the highest expected throughput in the next
-    pass. ``counts`` are the numbers of draft tokens that the sequences have."""
+    """Return the maximum number of draft tokens per sequence that gives the highest expected throughput in
+    the next pass. ``counts`` has the number of draft tokens found for each sequence."""
 
     def rate(most: int) -> float:
         # A pass computes the same number of positions for every sequence.

@@ -1,4 +1,4 @@
-"""Read prompts given as text or token ids, and decode generated tokens to text one by one."""
+"""Read prompts given as strings or token ids, and decode generated tokens to text one by one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Return a user's prompts as a list, and whether a single prompt was given instead of a list. A prompt
-    is a text, or a list, array or tensor of token ids. Raises DataError for anything else."""
+    """Return a user's prompts as a list, and whether ``given`` was a single prompt instead of a list. A
+    prompt is a string, or a list, array or tensor of token ids. Raises DataError for anything else."""
     given = _arrays_to_lists(given)
     if isinstance(given, str):
         return [given], True
@@ -37,7 +37,8 @@ def _arrays_to_lists(given: Any) -> Any:
 
 
 def as_texts(given: Any) -> list[str]:
-    """Return a text, or a list of texts, as a list of texts. Raises DataError for anything else."""
+    """Return a string, or an iterable of strings, as a list of strings. Raises DataError for anything
+    else."""
     if isinstance(given, str):
         return [given]
     texts = list(given) if isinstance(given, Iterable) else [given]
@@ -63,19 +64,19 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes that a token adds to a UTF-8 text. SentencePiece's symbol U+2581, for example,
-    becomes a space."""
+    """Return the bytes that a token adds to the decoded text in UTF-8. SentencePiece's symbol U+2581, for
+    example, becomes a space."""
     value = tokenizer.token_bytes(token)
     if tokenizer.is_byte_level:
         return value
-    # A byte token such as <0xE4> stands for this byte.
+    # A byte token such as <0xE4> stands for the byte 0xE4.
     single = _BYTE_TOKEN.fullmatch(value.decode("utf-8", "replace"))
     return bytes([int(single.group(1), 16)]) if single else value.replace("\u2581".encode(), b" ")
 
 
 class NoTokenizer:
-    """Takes the place of the tokenizer for a model that has none: prompts and results are token ids, and all
-    texts are empty."""
+    """Stands in for the tokenizer of a model that has none. Prompts and results are token ids, and decoded
+    text is always empty."""
 
     place = "the model's vocabulary"
     prefix_ids = end_ids = ()
@@ -105,8 +106,8 @@ class NoTokenizer:
 
 
 class RowText:
-    """Decodes the generated tokens of one sequence one by one, up to the first stop string. ``prompt`` are
-    the token ids before the generated ones. ``emit`` is called with each new piece of text."""
+    """Decodes the generated tokens of one sequence one by one, up to the first stop string. ``prompt`` has
+    the token ids of the sequence's prompt. ``emit`` is called with each new piece of text."""
 
     def __init__(
         self,
@@ -122,7 +123,8 @@ class RowText:
         self._ended = False
 
     def feed(self, token_id: int) -> bool:
-        """Add a token. Returns whether a stop string is complete; tokens after that are ignored."""
+        """Add a token. Returns whether the text contains a complete stop string. Tokens after the stop
+        string are ignored."""
         if not self._ended:
             self._held += self._decoder.feed(token_id)
             self._release()

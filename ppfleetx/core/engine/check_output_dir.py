@@ -81,8 +81,8 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """List a run's files in ``output_dir`` for an error message: ``["2 checkpoints, ...",
-    "metrics.jsonl"]``."""
+    """List a run's files in ``output_dir`` for an error message. Example:
+    ``["2 checkpoints, ...", "metrics.jsonl"]``."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:
@@ -132,10 +132,12 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """Return the checkpoint that ``Model.lora.base`` names, with the frozen base weights of adapters; None if
-    the key is not set. If the key names the output directory of a run that resumes, the newest checkpoint
-    that another run saved there is returned, if there is one. Raises CheckpointError if no checkpoint is
-    found."""
+    """Return the path of the checkpoint with the frozen base weights of adapters, which ``Model.lora.base``
+    names. Returns None if the key is not set.
+
+    A run that resumes can have its own output directory as ``Model.lora.base``. The newest checkpoint that
+    another run saved there is then preferred. Raises CheckpointError if no checkpoint is found.
+    """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:
         return None

@@ -52,9 +52,9 @@ def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
     """Claim the output directory for this run, and write the configuration and the tokenizer into it. With
-    ``Engine.save_load.overwrite``, delete files of the earlier run. Returns the rule that decides which
-    checkpoints in the directory the run may delete or replace. All ranks must call this. Raises ConfigError,
-    on all ranks, if files of another run are in the way."""
+    ``Engine.save_load.overwrite``, delete files of the earlier run. Returns the :class:`Ownership`, which
+    decides which checkpoints in the directory the run may delete or replace. All ranks must call this.
+    Raises ConfigError, on all ranks, if files of another run are in the way."""
     # The last check before training, because it may delete files.
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -75,8 +75,8 @@ def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError if the output directory holds a tokenizer that was not written by a run and differs
-    from ``tokenizer``."""
+    """Raise ConfigError if the output directory holds a tokenizer that no run wrote and that differs from
+    ``tokenizer``."""
     place = output_dir_of(cfg) / "tokenizer"
     if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
         return
@@ -93,18 +93,21 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, will_reach: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory on rank 0, and return the rule that decides which checkpoints in the
-    directory this run may delete and replace. Writes the configuration and the run's identity, and removes
-    unfinished files of a killed run. With ``Engine.save_load.overwrite``, deletes the checkpoints and metrics
-    of the earlier run. If this run continues the earlier run, deletes checkpoints beyond ``keep_max``. If
-    that run was killed before its first checkpoint, also deletes its metrics files.
+    """Claim the output directory on rank 0. Returns the :class:`Ownership`, which decides which checkpoints
+    in the directory this run may delete or replace.
+
+    Writes the configuration and the run's identity, and removes unfinished files of a killed run. With
+    ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run. If this run
+    continues the earlier run, deletes that run's checkpoints beyond ``keep_max`` or, if it was killed
+    before its first checkpoint, its metrics files.
 
     Args:
-        will_reach: returns whether this run may save a checkpoint of this epoch and step.
+        will_reach: a function of (epoch, step) that returns whether this run can save a checkpoint with
+            this epoch and step in its name.
 
     Raises:
-        ConfigError: the directory cannot be written, or another run's checkpoint has a name that this run may
-            use for its own checkpoint.
+        ConfigError: the directory cannot be written, or another run's checkpoint has a name under which
+            this run would save a checkpoint.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
@@ -212,7 +215,7 @@ def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: li
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write the run's ``config.yaml``. A file of that name that was not written by a run is renamed first."""
+    """Write the run's ``config.yaml``. An existing ``config.yaml`` that no run wrote is renamed first."""
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
         get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")

@@ -1,4 +1,5 @@
-"""Explain device errors to the user. If memory ran out, the message suggests settings that need less."""
+"""Explain device errors to the user. If memory ran out, the message suggests settings that need less
+memory."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ _OF_PADDLE = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-# Paddle reports errors of plugin devices only as an ambiguous number. The call site shows whether the
-# allocator raised the error.
+# Paddle reports errors of plugin devices only as a number that can have several meanings. The call site shows
+# whether the allocator raised the error.
 _OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::\w+::AllocateImpl\(")
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _OF_DEVICE = re.compile(r"CustomDevice error, the error code is : \d+|(?:CUDA|XPU) error\(\d+\)[^\n(]*")
@@ -51,9 +52,9 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Context manager that replaces errors of the device by OutOfMemoryError or DeviceError with a clear
-    message. If memory ran out, the message gives ``advice`` or, if that is None, settings that need less
-    memory."""
+    """Context manager that turns a device error into an OutOfMemoryError or a DeviceError with a clear
+    message. If memory ran out, the message ends with ``advice`` or, if that is None, with settings that
+    need less memory."""
     try:
         yield
     except Exception as error:
@@ -94,9 +95,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """Return the message for an out-of-memory error: where memory ran out, what occupies it, and which
-    settings need less. If ``advice`` is given, the message says only where memory ran out, followed by the
-    advice."""
+    """Return the message for an out-of-memory error: where memory ran out, what the memory is used for, and
+    which settings need less. If ``advice`` is given, the message is only where memory ran out, followed by
+    the advice."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
-"""The evaluation sets by name, in order. The name is None if ``Data.Eval.sets`` names no set."""
+"""The batches of each evaluation set, by the name of the set, in the order of the configuration. If
+``Data.Eval.sets`` is not used, there is one set, and its name is None."""
 
 NO_TRAINING = TrainingLength(max_steps=0)
 
@@ -195,17 +196,17 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate before the first step if an evaluation is due at the current step and has not been
-        done."""
+        """Evaluate before the first step of this process if an evaluation is due at the current step and
+        has not been done."""
         # At step 0, this finds a broken evaluation set early. Later, it completes an interrupted evaluation.
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate all sets. With ``Engine.save_load.keep_best``, also save and mark a checkpoint if the
-        result of the first set is the best so far. A result at step 0 or one that is not finite never counts
-        as the best."""
+        """Evaluate all sets. With ``Engine.save_load.keep_best``, also save a checkpoint and mark it as the
+        best if the result of the first set is the best so far. A result at step 0, or one that is not
+        finite, never counts as the best."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -275,8 +276,9 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """Run one optimizer step on a batch. ``started`` is the clock time at which the batch was requested.
-        Returns the batches to continue with if the run went back to a checkpoint, else None."""
+        """Run one optimizer step on a batch. ``started`` is the value of ``time.perf_counter`` when the
+        batch was requested. If the run went back to a checkpoint, returns the batches to continue with,
+        else None."""
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, batch_size = self.state.step + 1, self.cfg.batch.size_at(self.state.consumed_samples)
@@ -335,9 +337,9 @@ class Engine:
         return None
 
     def _respond_to_spike(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Skip the step of a loss spike, go back to a checkpoint, or raise TrainingStoppedError, as
-        configured. A spike that vanished when the step was repeated is only reported. Returns the batches to
-        continue with if the run went back, else None."""
+        """Respond to a loss spike as configured: skip the step, go back to a checkpoint, or raise
+        TrainingStoppedError. A spike that vanished when the step was repeated is only reported. If the run
+        went back to a checkpoint, returns the batches to continue with, else None."""
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
@@ -370,7 +372,7 @@ class Engine:
 
     def _notify(self, hook: str, *args: object) -> None:
         """Call the method ``hook`` of every callback, even if one raises a UserError. Then raise the first
-        such error or, during :meth:`fit`, keep it until all ranks can raise it together."""
+        UserError or, during :meth:`fit`, keep it until all ranks can raise it together."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:
@@ -386,8 +388,8 @@ class Engine:
 def _next(
     batches: Iterator[Sequence[MicroBatch]],
 ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-    """Return the next batch, or None at the end, and the error of reading it. The error is not raised here,
-    so that all ranks can stop together."""
+    """Return (the next batch, None), (None, None) at the end, or (None, error) if the batch cannot be read.
+    The error is not raised here, so that all ranks can stop together."""
     try:
         return next(batches, None), None
     except UserError as error:

@@ -68,9 +68,10 @@ class RankConsistency:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange stop signals, errors and token counts between all ranks. ``step`` is the number of steps
-        done. Returns whether to stop before the next step. Raises UserError on all ranks if a rank has an
-        ``error`` or the batches are inconsistent."""
+        """Exchange stop signals, errors and token counts between all ranks. Returns whether to stop before
+        the next step. ``error`` is an error of this rank, such as one from reading the batch; ``step`` is
+        the number of steps done. Raises UserError on all ranks if any rank has an ``error``, or if the
+        batches are inconsistent."""
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # as int64 bits
         numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]
@@ -89,8 +90,8 @@ class RankConsistency:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None, error: UserError | None) -> bool:
-        """Return whether any rank has received a stop signal. All ranks must call this before each batch.
-        Raises UserError on all ranks if a rank has an ``error``."""
+        """Return whether any rank has received a stop signal. All ranks must call this before each batch of
+        an evaluation. Raises UserError on all ranks if any rank has an ``error``."""
         requested = stop is not None and stop.signal_name is not None
         of_all = gather_numbers(self._ctx, [requested, error is not None])
         if of_all[:, 1].any():
@@ -102,16 +103,16 @@ class RankConsistency:
             check_replicas(self._ctx, _held(runner, states=True))
 
     def check_at_rest(self, runner: StepRunner) -> None:
-        """Check that all copies of a weight are equal. All ranks must call it, between two steps. Does
-        nothing if ``Engine.checks`` is off."""
+        """Raise CheckFailedError if the copies of a weight on different ranks differ. All ranks must call
+        this between two steps. Does nothing if ``Engine.checks`` is off."""
         if self._level != "off":
             check_replicas(self._ctx, _held(runner, states=False))
 
     def describe(
         self, error: NonFiniteError, runner: StepRunner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Return an error message with the rank, layer and samples in which a non-finite number first
-        appeared. All ranks must call it."""
+        """Return an error message that says on which rank, in which layer and in which samples a non-finite
+        number first appeared. All ranks must call this."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids
@@ -146,8 +147,8 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 
 def _operators(cfg: RunConfig) -> dict[str, str]:
-    """Return descriptions of the CPU operators on this rank, by name. Only operators that affect losses are
-    listed."""
+    """Return the state of the CPU operators on this rank, such as ``compiled``, by name. Only operators
+    that affect losses are listed."""
     found = {"CPU operators": "compiled" if ops.are_available() else NOT_COMPILED}
     precision = cfg.Engine.mix_precision
     if precision.enable or cfg.Optimizer.muon.newton_schulz_dtype == "auto":

@@ -72,8 +72,8 @@ class Start:
     def restore(
         self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load the weights and, if the run resumes, optimizer, loss scale and random generators. Returns the
-        schedule to continue with.
+        """Load the weights into ``runner`` and, if the run resumes, the states of the optimizer, the loss
+        scale and the random generators. Returns the schedule to continue with.
 
         Raises:
             CheckpointError: the checkpoint does not fit the model, data, tokenizer, optimizer or schedule.
@@ -104,8 +104,8 @@ class Start:
 
     def reset_data(self, data: str) -> None:
         """Start the data from the beginning if ``Engine.save_load.reset_data`` is set. Does nothing if the
-        run has already done so at an earlier start and resumes with the same data. ``data`` is the hash of
-        the training data."""
+        run already did this at an earlier start, and now resumes with the same data. ``data`` is the hash
+        of the training data."""
         if self.resumes and self.options.reset_data:
             is_same = self.checkpoint.manifest.fingerprints.get("data") == data
             if is_same and self._goes_on_with("reset_data"):
@@ -114,9 +114,9 @@ class Start:
                 self.state.data_start, self.state.epoch = self.state.consumed_samples, 0
 
     def _goes_on_with(self, option: str) -> bool:
-        """Return whether ``resume`` found a checkpoint that was saved with the same value of ``option``,
-        which is ``load_optim`` or ``reset_data``. If so, this run has already applied the option at an
-        earlier start."""
+        """Return whether the checkpoint was found by ``resume`` and was saved with the current value of
+        ``option``, which is ``load_optim`` or ``reset_data``. If so, this run has already applied the
+        option at an earlier start."""
         saved = self.checkpoint.manifest.config
         if self.found_by != RESUME or not isinstance(saved, Mapping):
             return False
@@ -141,8 +141,8 @@ class Start:
             return resume_schedule(self.options.lr_schedule, schedule, saved)
 
     def restore_weights(self, runner: StepRunner, model: ModelConfig) -> None:
-        """Load only the weights into ``runner``: for evaluation, generation and export. Raises
-        CheckpointError if they do not fit the parameters or the settings of ``model``."""
+        """Load only the weights into ``runner``, for evaluation, generation and export. Raises
+        CheckpointError if the weights do not fit the model's parameters or the settings in ``model``."""
         assert self.checkpoint is not None
         self._load_base(runner, model)
         self._load_weights(runner, model)
@@ -183,9 +183,9 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Raise CheckpointError if only the model or only the checkpoint has fake quantization.
-        ``may_be_new`` and ``allow_missing`` allow it in the model alone; ``allow_extra`` allows it in the
-        checkpoint alone. ``held`` lists the model's parameters for fake quantization."""
+        """Raise CheckpointError if only the model or only the checkpoint has parameters for fake
+        quantization. ``held`` lists those of the model. With ``may_be_new`` or ``allow_missing``, the
+        checkpoint can lack them. With ``allow_extra``, the model can lack them."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -211,7 +211,7 @@ class Start:
         beside = [name for name in model_names if is_adapter_or_head(name)]
         quantizers = [name for name in model_names if is_of_quantizer(name)]
         new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
-        # These parameters exist only with some kinds of balancing loss, which may change at any time.
+        # These parameters exist only with some kinds of balancing loss, and a run may change the kind.
         loads = [name for name in (*model_names, *self.checkpoint.names()) if is_router_load(name)]
         with joint_errors(self.ctx):
             self._check_quantizers(self.checkpoint, quantizers, may_be_new=not set(quantizers) - set(new))
@@ -241,8 +241,8 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
     """Find and open the checkpoint from which a run starts: the newest in ``output_dir`` (with ``resume``),
-    ``ckpt_dir`` or ``init_from``, in this order. If ``output_dir`` is None, only ``ckpt_dir`` counts. All
-    ranks must call it.
+    ``ckpt_dir`` or ``init_from``, in this order. If ``output_dir`` is None, only ``ckpt_dir`` is
+    considered. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks, if the requested checkpoint is missing, incomplete or damaged.
@@ -279,13 +279,13 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the newest checkpoint in ``output_dir``. With ``resume: auto``, damaged checkpoints are skipped,
-    and None is returned if none is left. With other values of ``resume``, None is returned if the directory
-    has no checkpoint and ``ckpt_dir`` is set.
+    """Return the newest checkpoint of the run in ``output_dir``. With ``resume: auto``, damaged checkpoints
+    are skipped, and the result is None if no good checkpoint is left. With other values of ``resume``, the
+    result is None if the directory has no checkpoint and ``ckpt_dir`` is set.
 
     Raises:
-        CheckpointError: ``resume`` is not ``auto``, and the newest checkpoint is damaged, missing or another
-            run's.
+        CheckpointError: ``resume`` is not ``auto``, and the newest checkpoint is missing, damaged, or from
+            another run.
     """
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
@@ -315,9 +315,9 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
     """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns a
-    copy of ``cfg`` and the :class:`Start`. In the copy, ``Model.lora.base`` and the ``ckpt_dir`` or
-    ``init_from`` in use are exact paths of checkpoints. Raises CheckpointError on all ranks if one of these
-    checkpoints cannot be opened."""
+    copy of ``cfg`` and the :class:`Start`. In the copy, exact paths of checkpoints replace
+    ``Model.lora.base`` and the ``ckpt_dir`` or ``init_from`` from which the run starts. Raises
+    CheckpointError on all ranks if a checkpoint cannot be opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

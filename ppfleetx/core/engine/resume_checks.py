@@ -20,22 +20,23 @@ from ppfleetx.utils.log import get_logger
 Fingerprints = Mapping[str, str | None]
 
 
-# Keys that a new run may change in a trained network, to extend the context length.
+# Keys of the Model section in which a new run may differ from the run that trained its weights, to extend the
+# context length.
 _STRETCHING = ("rotary_base", "rope_scaling")
-# Keys that determine how often a run reads its corpus.
+# Keys that determine how many times a run reads its corpus.
 _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_size")
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Raise CheckpointError if the weights were trained with settings that make the model compute something
-    else, such as another activation.
+    """Raise CheckpointError if the checkpoint was trained with settings under which the same weights
+    compute something else than in ``model``, such as another activation.
 
     Args:
-        may_stretch: whether rotary settings may differ, as when a new run extends the context length.
+        may_stretch: whether rotary settings can differ, as when a new run extends the context length.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
-        return  # a checkpoint of another program, without a configuration
+        return  # a checkpoint that another program wrote, without a configuration
     section = {k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields}
     trained = network_of(section, f"checkpoint {checkpoint.path}")
     now = network(model, (Effect.FUNCTION,))
@@ -73,8 +74,12 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
     """Return the settings that changed since the checkpoint and affect training, optimizer or evaluation.
-    ``now`` has hashes of the tokenizer and of the training data. Raises CheckpointError for a change that is
-    not allowed."""
+    ``now`` has the current hashes of the tokenizer and of the training data.
+
+    Raises:
+        CheckpointError: the tokenizer changed; the training data changed and ``reset_data`` is not set; or
+            the optimizer changed and its state would be loaded (``load_optim``).
+    """
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping):
@@ -89,7 +94,8 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
 
 
 def may_change_optimizer(checkpoint: Checkpoint, cfg: RunConfig) -> bool:
-    """Return whether the optimizer may have other states in ``cfg`` than in the checkpoint."""
+    """Return whether ``cfg`` changes settings of the model or the optimizer since the checkpoint, so that
+    the checkpoint's optimizer state might not fit."""
     effects = (Effect.SHAPE, Effect.OPTIMIZER, Effect.TRAINING)
     changed = changes(checkpoint.manifest.config, cfg, effects)
     return any(change.key.startswith(("Model", "Optimizer")) for change in changed)
@@ -124,8 +130,8 @@ def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
 
 
 def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
-    """Log a warning that lists the differences between this run and the run that saved ``checkpoint``, if
-    there are any."""
+    """Log a warning that lists how this run differs from the run that saved ``checkpoint``: the settings in
+    ``changed``, a fresh optimizer, or data from the beginning. Logs nothing if there is no difference."""
     differences = [*map(str, changed)]
     if not options.load_optim:
         differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")

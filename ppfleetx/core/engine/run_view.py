@@ -1,5 +1,5 @@
-"""The view of a run that callbacks and checkpoint saving get: model, progress, results of steps and
-evaluations."""
+"""Classes through which callbacks and checkpoint saving see a run: its model, its progress, and the results
+of steps and evaluations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SOURCE = "source/"
 
 
 class Run(Protocol):
-    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``state`` is the
-    run's progress, and already counts the current step or evaluation, except in :meth:`Callback.on_spike`.
-    ``schedule`` is None if the engine only evaluates."""
+    """The part of the engine that callbacks and checkpoint saving may read, but not change. ``state`` is
+    the run's progress. It already includes the current step or evaluation, except in
+    :meth:`Callback.on_spike`. ``schedule`` is None if the engine only evaluates."""
 
     cfg: RunConfig
     ctx: ParallelContext
@@ -44,8 +44,8 @@ class Run(Protocol):
         of the model are unknown."""
 
     def callback_states(self) -> dict[str, Any]:
-        """Return this rank's callback states by name. Raises CheckpointError if one is not made of JSON
-        values."""
+        """Return the states of this rank's callbacks, by name. Raises CheckpointError if a state has values
+        that JSON cannot represent."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class StepRecord:
         lr, weight_decay: values used in this step.
         grad_norm: gradient norm before clipping.
         num_valid_tokens: number of tokens that count in the loss.
-        num_tokens: number of all tokens of the global batch.
+        num_tokens: number of all tokens in the global batch.
         batch_size: number of sequences of the global batch.
         data_size: number of data-parallel ranks.
         reader_cost: seconds spent waiting for data.
-        batch_cost: seconds of the whole step, including that wait.
+        batch_cost: seconds of the whole step, including ``reader_cost``.
         loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether nothing was updated, because gradients overflowed or the step was a loss spike.
         metrics: metrics of the task and of the model's layers, by name.
-        pruned: share of zero weights in the matrices that are pruned; None without ``Compress.Prune``.
+        pruned: fraction of zero weights in the pruned matrices; None without ``Compress.Prune``.
     """
 
     step: int
@@ -107,10 +107,10 @@ class EvalRecord:
     """The result of evaluating one evaluation set after ``step`` training steps.
 
     Attributes:
-        loss: mean over the tokens that count in the loss, or over the examples of a classifier; NaN if these
-            have no labels.
+        loss: mean over the tokens that count in the loss or, for a classifier, over the examples; NaN if
+            the examples have no labels.
         ppl: perplexity; None for a classifier.
-        num_valid_tokens: number of these tokens or examples.
+        num_valid_tokens: number of tokens that count in the loss or, for a classifier, of examples.
         metrics: the task's metrics by name.
         outputs: outputs of a classifier, ``[examples, outputs]`` in the order of the data file.
         name: name of the evaluation set; None if ``Data.Eval.sets`` is not used.
@@ -160,8 +160,8 @@ class Window:
         return self._tokens / self._seconds
 
     def rates(self, run: Run) -> dict[str, float]:
-        """Return TFLOP/s and MFU at the tokens per second of this window. Empty if the FLOPs of the model are
-        unknown."""
+        """Return the TFLOP/s and the MFU that correspond to :attr:`ips_total`. The result is empty if the
+        FLOPs of the model are unknown."""
         if run.utilization is None:
             return {}
         num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len

@@ -77,8 +77,8 @@ class Saver:
 
     def mark_best(self, run: Run) -> bool:
         """Write the name of the current step's checkpoint to the file ``best`` in the output directory, and
-        delete old checkpoints beyond ``keep_max``. Returns False if this fails, or if saving the checkpoint
-        failed."""
+        delete old checkpoints beyond ``keep_max``. Returns False if this or the save of the checkpoint
+        failed, else True."""
         self.complete()
         if self._failure is not None:
             return False
@@ -101,8 +101,8 @@ class Saver:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context manager around a training run, which waits for the last save on exit. Raises a UserError if
-        that save failed. After an exception other than a UserError, an unfinished save is abandoned."""
+        """Context manager for a training run: on exit, it waits for the last save, and raises a UserError
+        if that save failed. After an exception other than a UserError, an unfinished save is abandoned."""
         try:
             yield
         except UserError:  # the same error on all ranks, so collectives still work
@@ -131,8 +131,8 @@ class Saver:
             get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: StepRunner) -> list[TensorSlice]:
-        """Return the slices of parameters and optimizer states that this rank saves. Frozen base weights are
-        left out."""
+        """Return the slices of parameters and optimizer states that this rank saves. With
+        ``Model.lora.base``, the frozen base weights are left out."""
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]

@@ -20,18 +20,19 @@ class TrainState:
 
     Attributes:
         step: number of steps done, including skipped ones.
-        consumed_samples: number of training samples used. Batch size and sequence length ramp with it.
+        consumed_samples: number of training samples used. Ramps of the batch size and the sequence length
+            depend on this number.
         data_start: value of ``consumed_samples`` when the data last started from the beginning
             (``Engine.save_load.reset_data``).
         epoch: number of completed passes over the training split.
-        skipped_steps: number of steps without an update, because gradients overflowed or the loss or the
-            gradient norm was a spike.
-        skipped_samples: number of consumed samples without an update: those of skipped steps, and those
-            passed over after a spike.
+        skipped_steps: number of steps without an update, because gradients overflowed or because the loss
+            or the gradient norm was a spike.
+        skipped_samples: number of consumed samples without an update: the samples of skipped steps, and
+            samples that the run passed over when it went back to a checkpoint after a spike.
         evaluated_step: step of the last complete evaluation.
-        best: best evaluation result so far: the negative loss or the mean of the metrics, as
-            ``Engine.save_load.keep_best`` says. Larger is better.
-        best_step: step of that result.
+        best: best evaluation result so far. Depending on ``Engine.save_load.keep_best``, this is the
+            negative loss or the mean of the metrics, so larger is better.
+        best_step: step of the best result.
         spikes: losses and gradient norms of the last steps, from which loss spikes are detected.
     """
 
@@ -57,7 +58,7 @@ class TrainState:
         return self.consumed_samples - self.skipped_samples
 
     def skip_to(self, consumed_samples: int) -> None:
-        """Pass over the samples up to ``consumed_samples``, without a step."""
+        """Count the samples up to ``consumed_samples`` as consumed and skipped, without a step."""
         self.skipped_samples += consumed_samples - self.consumed_samples
         self.consumed_samples = consumed_samples
 
@@ -72,7 +73,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Read progress from a checkpoint of this version or an older one. Raises CheckpointError if the
+        """Read the progress from a checkpoint, also one of an older version. Raises CheckpointError if the
         progress is damaged."""
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
@@ -125,7 +126,7 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """Return (epoch, index of the step within the epoch), both from 0, of the step that follows
+        """Return (epoch, index of the step within the epoch), both from 0, for the step after
         ``steps_done`` steps."""
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)
@@ -134,7 +135,7 @@ class TrainingLength:
 
     def will_reach(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
         """Return whether a run that continues from ``state`` will complete optimizer step ``step`` in epoch
-        ``epoch``. Only then may it save a checkpoint with these numbers in its name."""
+        ``epoch``. Only then can the run save a checkpoint with this epoch and step in its name."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

@@ -18,12 +18,14 @@ from ppfleetx.utils.exit_codes import EXIT_HUNG
 from ppfleetx.utils.lost_peers import ended_peer_in, may_end_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
-"""Directories of hang reports, separate because evaluation and generation may run during training."""
+"""Directories for the hang reports of training, evaluation and generation. They are separate, because the
+three programs can run at the same time in one output directory."""
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Start the watchdog before Paddle is imported, so that it also reports a job that hangs while it starts.
-    Does nothing in programs other than ppfleetx's own."""
+    """Start the watchdog before Paddle is imported, so that a job that hangs while starting is reported as
+    well. Does nothing if ppfleetx must not end the process, for example if another program imported
+    ppfleetx."""
     if may_end_process():
         _begin(cfg, rank, device, HANG_DIR)
 
@@ -32,7 +34,7 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
     """Context manager in which a watchdog observes this process, and writes hang reports to ``directory``
     inside the output directory. All ranks must call this. No watchdog runs if ``Engine.hang_timeout`` is 0.
-    If :func:`watch_start` has already started a watchdog, no other one is started."""
+    A watchdog that :func:`watch_start` has already started is used."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     if cfg.Engine.hang_timeout and ctx.world_size > 1:

@@ -1,4 +1,4 @@
-"""The interface of log writers, which write the numbers of a run to a file format or service."""
+"""The interface of log writers, which write the numbers of a run to files or to a tracking service."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LogStart:
     Attributes:
         step: number of steps done so far. The writer must drop its records after this step.
         config: the whole configuration of the run, as JSON values.
-        evaluated_step: step of the last complete evaluation. The writer should drop evaluations after it,
-            because they are made again.
+        evaluated_step: step of the last complete evaluation. The writer should drop the records of later
+            evaluations, because the run repeats these evaluations.
     """
 
     step: int
@@ -28,9 +28,10 @@ class LogStart:
 class LogWriter:
     """Base class of log writers, which store the numbers of steps and evaluations by name.
 
-    A writer is created on rank 0 as ``Class(output_dir, **options)``, with the options in ``Engine.loggers``.
-    Open files and import heavy libraries in :meth:`start`, not before. A ``UserError`` of any method ends the
-    run with its message. An ``OSError`` of :meth:`write` is only logged, once.
+    A writer is created on rank 0 as ``Class(output_dir, **options)``, with the options in
+    ``Engine.loggers``. Open files and import heavy libraries in :meth:`start`, not before. If a method
+    raises a ``UserError``, the run ends with the message of this error. An ``OSError`` from :meth:`write`
+    is only logged, once.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -56,6 +57,6 @@ class LogWriter:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the writer's state from a checkpoint that has one. A resumed run calls this before
+        """Restore the writer's state from a checkpoint that contains one. A resumed run calls this before
         :meth:`start`. A run that goes back to a checkpoint after a loss spike calls it while the writer is
         open, and then :meth:`finish` and :meth:`start`."""

@@ -16,7 +16,8 @@ CSV_FILE = "metrics.csv"
 
 class CsvFile(LogWriter):
     """Writes ``metrics.csv``, with a row for each logged step or evaluation and a column for each number. A
-    resumed run drops the rows after the step of its checkpoint. A new run renames an existing file."""
+    resumed run drops the rows after the step of its checkpoint. A new run renames an existing
+    ``metrics.csv``."""
 
     def __init__(self, output_dir: Path) -> None:
         super().__init__(output_dir)
@@ -69,8 +70,8 @@ def _is_evaluation(row: Mapping[str, str | None]) -> bool:
 
 
 class _EventFiles(LogWriter):
-    """Base class of log writers that write event files to ``dir`` or, if it is None, to ``folder`` in the
-    run's directory."""
+    """Base class of log writers that write event files to ``dir`` or, if ``dir`` is None, to ``folder`` in
+    the output directory."""
 
     folder: ClassVar[str]
 
@@ -84,8 +85,8 @@ class _EventFiles(LogWriter):
 
 
 class TensorBoard(_EventFiles):
-    """Writes event files for TensorBoard to ``tensorboard/`` in the run's directory. After a resume,
-    TensorBoard ignores the records after the step of the checkpoint."""
+    """Writes event files for TensorBoard to ``tensorboard/`` in the output directory. After a resume,
+    TensorBoard ignores the earlier records of steps after the checkpoint."""
 
     folder = "tensorboard"
 
@@ -101,7 +102,8 @@ class TensorBoard(_EventFiles):
 
 
 class VisualDL(_EventFiles):
-    """Writes event files for VisualDL to ``vdl/`` in the run's directory. A resumed run adds a file."""
+    """Writes event files for VisualDL to ``vdl/`` in the output directory. A resumed run adds another
+    file."""
 
     folder = "vdl"
 

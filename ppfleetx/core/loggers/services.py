@@ -32,7 +32,7 @@ class Wandb(_Continued):
     """Logs to Weights & Biases, offline by default. ``wandb sync`` uploads an offline run.
 
     Args:
-        output_dir: the run's directory.
+        output_dir: the run's output directory.
         project, entity, group: see ``wandb.init``.
         name: name of the run; None: the name of ``output_dir``.
         mode: ``offline``, ``online`` or ``disabled``; None: the value of ``WANDB_MODE``, by default

@@ -18,9 +18,9 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class SourceLosses(WrappedTask):
-    """Wraps a task to also report the loss of each corpus in a blend as a metric. ``source_ids [b]`` of a
-    batch is the index of each sequence's corpus in ``names``. A batch without ``source_ids`` gets no such
-    metrics."""
+    """Wraps a task to also report the loss of each corpus in a blend as a metric. In a batch,
+    ``source_ids [b]`` has the index of each sequence's corpus in ``names``. Without ``source_ids``, there
+    are no such metrics."""
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
         super().__init__(task)

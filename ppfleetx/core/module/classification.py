@@ -1,4 +1,4 @@
-"""Finetune GPT to classify sequences, for the GLUE tasks, and write prediction files."""
+"""Finetune GPT on the GLUE tasks, evaluate it, and write prediction files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class GPTFinetuneModule(BasicModule):
         return gpt_classification_stages(self.cfg.Model, factory, self.num_outputs)
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
-        """Return the outputs of the classification head at the last token of each sequence, ``[b, outputs]``
-        in float32. ``lengths`` in the batch gives the position of that token."""
+        """Return the outputs of the classification head at the last token of each sequence,
+        ``[b, outputs]`` in float32. ``lengths [b]`` in the batch has the length of each sequence without
+        padding."""
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
@@ -128,8 +129,9 @@ def predictions_directory(cfg: RunConfig) -> Path:
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
-    """Write a line ``index <tab> prediction`` for each example. ``outputs [examples, outputs]`` are the
-    outputs of the classifier. Raises ConfigError if the file cannot be written."""
+    """Write a file of predictions with a header and one line ``index <tab> prediction`` per example.
+    ``outputs [examples, outputs]`` are the outputs of the classifier. Raises ConfigError if the file cannot
+    be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, "w") as file:

@@ -1,4 +1,4 @@
-"""The tasks of a GPT language model: training on the next token, and scoring texts for ``Offline_Eval``."""
+"""The tasks of a GPT language model: next-token prediction, and the evaluations of ``Offline_Eval``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 
 
 class GPTModule(BasicModule):
-    """The task of predicting the next token, with the cross entropy over tokens with ``loss_mask`` 1."""
+    """The task of next-token prediction. The loss is the cross entropy over tokens with ``loss_mask`` 1."""
 
     @property
     def loss_in_chunks(self) -> bool:
-        """Whether the loss may be computed for chunks of tokens, to save memory. False for a subclass that
+        """Whether the loss can be computed for chunks of tokens, to save memory. False for a subclass that
         overrides ``loss``, unless it also overrides this property."""
         return type(self).loss in (GPTModule.loss, GPTEvalModule.loss)
 
@@ -27,9 +27,9 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """The task of scoring texts for ``Offline_Eval``. ``loss`` returns the score: the negative
-    log-probability of the scored tokens or, for the cloze test, the number of sequences that are predicted
-    correctly."""
+    """The task of ``Offline_Eval``: scoring a text file. ``loss`` returns the score: the negative
+    log-probability of the scored tokens or, for the cloze test, the number of sequences whose scored tokens
+    are all predicted correctly."""
 
     metrics = ("non_finite",)  # the fraction of tokens whose log-probability is not finite
 

@@ -49,7 +49,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TextLogprobs:
-    """Builds the ``logprobs`` objects of one completion; in a stream, one for each chunk. Text offsets are in
+    """Builds the ``logprobs`` object of one completion or, in a stream, of each chunk. Text offsets are in
     characters, and continue from chunk to chunk."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -166,8 +166,8 @@ class RequestEvents:
 
 @dataclass
 class RowAnswer:
-    """The text and token log-probabilities of one continuation so far. ``scores`` has the log-probabilities,
-    including that of the end token, which is not in the text."""
+    """The text and token log-probabilities of one continuation so far. ``scores`` includes the end token,
+    which is not in the text."""
 
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -221,8 +221,8 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """Build the chunk that a stream sends before the first token of choice ``index``, for example an echo
-        of the prompt. Returns None if there is no such chunk."""
+        """Build the chunk that a stream sends before the first token of choice ``index``, for example an
+        echo of the prompt. Returns None if nothing is sent before the first token."""
 
     @abstractmethod
     def piece(self, event: NewText) -> Any | None:
@@ -253,8 +253,9 @@ class Answer(ABC):
         return [one for one in scores if one.token not in self._end_ids]
 
     async def whole(self, answering: RequestEvents) -> JsonResponse:
-        """Wait until all continuations are finished, and build the response. If more were generated than
-        requested (``best_of``), only the likeliest are returned."""
+        """Wait until all continuations are finished, and build the response. With ``best_of``, more
+        continuations are generated than requested, and only those with the highest mean log-probability are
+        returned."""
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}

@@ -55,8 +55,8 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Raise ApiError 401 unless the request's bearer token equals the API key. The comparison takes constant
-    time. Does nothing if ``api_key`` is None."""
+    """Raise ApiError 401 unless the request's bearer token equals ``api_key``. The comparison takes
+    constant time. Does nothing if ``api_key`` is None."""
     if api_key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -132,8 +132,8 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """Return the chat page, with a content security policy that allows only its own script and requests to
-    this server."""
+    """Return the chat page. Its content security policy allows only its own script and style, and requests
+    to this server."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -185,7 +185,8 @@ class Service:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The model names that a request may give: those of the base model and of its LoRA adapters."""
+        """The names that a request can give as ``model``: the base model's, and those of the LoRA
+        adapters."""
         return (self.cfg.model_name, *self.cfg.adapters)
 
     def model(self, name: str) -> dict[str, Any]:
@@ -286,7 +287,7 @@ async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -
     jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
     timeout, size = service.cfg.request_timeout, service.cfg.max_batch_size
     vectors: list[np.ndarray] = []
-    for start in range(0, len(jobs), size):  # a request may have more texts than the queue has room for
+    for start in range(0, len(jobs), size):  # a request may have more inputs than the queue has room for
         part = jobs[start : start + size]
         async with RequestEvents(
             service.scheduler, part, request.receive, timeout, service.metrics

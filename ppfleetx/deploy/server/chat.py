@@ -34,8 +34,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """Check one message of a chat request. Content that consists of several text parts is joined into one
-    text."""
+    """Check one message of a chat request, and return it as chat templates expect it: content parts joined
+    to one string, and the arguments of tool calls parsed. ``name`` names the message in errors. Raises
+    ValueError if the message is malformed."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)
@@ -79,7 +80,7 @@ class ChatPrompt(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template, besides the messages."""
+        """The variables of the chat template other than the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
 

@@ -19,8 +19,8 @@ Prompt = str | list[int]
 
 
 def prompts_of(value: Any) -> list[Prompt]:
-    """Return the ``prompt`` of a request as a list. The request may have one prompt or a list; each is a text
-    or a list of token ids."""
+    """Return the prompts of a request as a list. ``value`` is one prompt or a list of prompts. A prompt is
+    a string or a list of token ids. Raises ValueError for anything else."""
     if isinstance(value, str) or _is_list_of_ids(value):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(p, str) or _is_list_of_ids(p) for p in value):
@@ -81,8 +81,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """Builds the response to a :class:`CompletionRequest`, as a whole or in chunks. ``echoes`` are the
-    prompts' texts, which the response repeats if the request has ``echo``."""
+    """Builds the response to a :class:`CompletionRequest`, as a whole or in chunks. ``echoes`` has the text
+    of each prompt, which the response repeats if the request sets ``echo``."""
 
     object_name = piece_name = "text_completion"
     request: CompletionRequest

@@ -80,8 +80,8 @@ class PromptReader:
         return self._encode_text(text, "messages", add=False, parse=True)
 
     def _refuse_special(self, request: ChatPrompt) -> None:
-        """Raise ApiError if a client's messages or tools contain the text of a special token, which could
-        imitate the chat template's own markup."""
+        """Raise ApiError if a client's messages or tools contain the text of a special token. Such a text
+        could imitate the markup of the chat template."""
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():
@@ -162,7 +162,7 @@ class PromptReader:
         return self.checked(prompt, param)
 
     def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
-        """Return ``ids`` unchanged. Raises ApiError if one is not in the vocabulary."""
+        """Return ``ids`` unchanged. Raises ApiError if an id is not in the vocabulary."""
         wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(
@@ -172,8 +172,8 @@ class PromptReader:
         return ids
 
     def _encode_text(self, text: str, param: str, *, add: bool, parse: bool) -> Sequence[int]:
-        # Avoid tokenizing very long texts. Only for tiktoken, because other tokenizers' normalizers may
-        # shorten a text.
+        # Refuse very long texts without tokenizing them. Only for tiktoken: the normalizers of other
+        # tokenizers can shorten a text.
         at_least = -(-len(text.encode("utf-8", "surrogatepass")) // self._longest_token)
         if at_least >= self.max_positions and self._tokenizer.engine_name == "tiktoken":
             raise self._too_long(f"at least {at_least}", param)

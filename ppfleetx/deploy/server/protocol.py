@@ -119,8 +119,8 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters that the completion and chat routes have in common. Temperature and penalties have
-    OpenAI's limits."""
+    """The parameters that the completion and chat routes have in common. Temperature and penalties have the
+    same limits as in OpenAI's API."""
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -156,20 +156,20 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The name and the value of the request parameter for structured output. A value of None means free
-        text."""
+        """The name and the value of the request parameter that sets the output format. The value None means
+        free text."""
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of new tokens. None: as many as fit into the model's positions."""
+        """The maximum number of new tokens. None: as many as fit into the model's context."""
         raise NotImplementedError
 
     @property
     def must_have_room(self) -> bool:
-        """Whether to refuse a request if ``token_limit`` new tokens do not fit into the model's positions.
+        """Whether to refuse the request if ``token_limit`` new tokens do not fit into the model's context.
         True if the client set the limit. If False, fewer tokens are generated."""
         return not self.model_fields_set.isdisjoint(("max_tokens", "max_completion_tokens"))
 
@@ -196,8 +196,8 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and validate a request body. A null parameter counts as omitted. If the body is invalid, raises
-    ApiError 400, whose message names the parameter and the rule."""
+    """Parse and validate a request body. A parameter that is null counts as omitted. Raises ApiError 400 if
+    the body is invalid; the message names the parameter and the rule."""
     try:
         return kind.model_validate_json(_without_nulls(body))
     except ValidationError as error:
@@ -240,5 +240,5 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """Return a client's text in quotes for an error message, shortened if it is long."""
+    """Return a client's string in quotes for an error message. A long string is shortened."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")

@@ -38,8 +38,8 @@ _RETRY_SECONDS = 1
 
 class ServedModel:
     """The running batch and the prefix cache of the base model, or of the base model with one LoRA adapter.
-    ``name`` is the name of the model or adapter in requests and metrics. ``max_prefix_tokens`` is the size of
-    the prefix cache in positions."""
+    ``name`` is the name of the base model or of the adapter in requests and metrics. ``max_prefix_tokens``
+    is the size of the prefix cache in positions."""
 
     def __init__(self, model: NextTokenModel, name: str, max_prefix_tokens: int) -> None:
         self._model, self.name = model, name
@@ -128,14 +128,15 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Cancel a request whose client has disconnected. Its sequences are removed before the next step."""
+        """Cancel a request, for example because its client has disconnected. The sequences of the request
+        are removed before the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Stop accepting requests, and end the thread when the accepted ones are finished, but at the latest
-        after ``seconds``. Unfinished requests then fail. Can be called from a signal handler."""
+        """Stop accepting requests. The thread ends when the accepted requests are finished, at the latest
+        after ``seconds``. Requests that are unfinished then fail. Can be called from a signal handler."""
         with self._changed:
             closing_at = time.monotonic() + seconds
             self._closing_at = min(closing_at, self._closing_at or closing_at)
@@ -167,7 +168,7 @@ class Scheduler:
         self._fail_all(error)
 
     def _has_work(self) -> bool:
-        """Sleep until there are sequences to run, and return True. Returns False when the thread must end."""
+        """Sleep until there are sequences to run, and return True. Returns False if the thread must end."""
         with self._changed:
             while not self._rows and not self._waiting:
                 if self._closing_at is not None:
@@ -306,7 +307,8 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _admit(self) -> None:
-        """Take from the queue the prompts that can join a batch now, in order."""
+        """Move the prompts that can join a batch now from the queue to ``_joining``. Their order stays the
+        same, and all of them use the same LoRA adapter or none."""
         admitted = self._joining
         longest, num_rows = 0, len(self._rows)
         with self._changed:

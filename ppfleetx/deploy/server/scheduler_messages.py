@@ -20,8 +20,8 @@ from ppfleetx.generation.text_io import RowText
 
 @dataclass(frozen=True)
 class NewText:
-    """Event: continuation ``index`` of the request has made progress, usually by one token. ``num_tokens`` is
-    0 if the request asked for no tokens. ``text`` is the new text, which may be empty."""
+    """Event: continuation ``index`` of the request has grown by ``num_tokens`` tokens: one, or 0 if the
+    request asked for no tokens. ``text`` is the new text, which may be empty."""
 
     index: int
     text: str
@@ -64,7 +64,7 @@ class PromptRequest:
 
     Attributes:
         number: index of the prompt in its request.
-        first_index: number of the prompt's first continuation among all continuations of the request.
+        first_index: index of the prompt's first continuation among all continuations of the request.
         copies: number of continuations to generate.
         num_top: number of alternatives to list with each token's log-probability; None: no log-probabilities.
         scores_prompt: whether to compute log-probabilities of the prompt's tokens.
@@ -90,8 +90,8 @@ class PromptRequest:
 
 @dataclass(eq=False)
 class Work:
-    """A request in the scheduler, with a job for each prompt. ``deliver`` is called with each event, in the
-    thread of the event loop. A ``cancelled`` request ends before the next step."""
+    """A request in the scheduler, with a job for each prompt. ``deliver`` is called with each event of the
+    request, in the thread of the event loop. A ``cancelled`` request ends before the next step."""
 
     jobs: Sequence[PromptRequest]
     deliver: Callable[[Event], None]
@@ -158,15 +158,15 @@ class RunningSequence:
         return NewText(self._index, text, self._row.finish_reason, score)
 
     def draft(self, most: int) -> int:
-        """Set :attr:`drafts` to at most ``most`` tokens that prompt lookup finds in the sequence's own text.
-        Returns their number."""
+        """Set :attr:`drafts` to at most ``most`` draft tokens, which prompt lookup finds in the sequence's
+        earlier tokens. Returns the number of draft tokens."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)
 
     def adapt_drafts(self, right: int, most: int) -> None:
-        """Discard the draft tokens after a pass that accepted ``right`` of them. Then adapt the number of
-        tokens to draft for the next pass, at most ``most``."""
+        """Discard the draft tokens after a pass that accepted ``right`` of them. Then set the number of
+        tokens to draft for the next pass, at most ``most`` (:func:`next_width`)."""
         if self.drafts:
             self._width = next_width(self._width, right, most, right == len(self.drafts))
         self.drafts = []

@@ -55,8 +55,9 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """Return the structured output that ``tool_choice`` demands; None if the model may also answer without a
-    call. ``several`` is whether more than one call is allowed. Raises ValueError for an unknown tool."""
+    """Return the output format that ``choice``, the ``tool_choice`` of a request, demands: a list of calls
+    of ``tools``. Returns None if the model may also answer without a call. ``several`` says whether more
+    than one call is allowed. Raises ValueError if ``choice`` names an unknown tool."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -113,16 +114,16 @@ class AnswerText:
         self._text, self._num_sent = "", 0
 
     def feed(self, piece: str) -> str:
-        """Add the next piece of the answer. Returns the text that can be sent now, because it is certain not
-        to belong to a tool call."""
+        """Add the next piece of the answer. Returns the text that can be sent now: the part that certainly
+        does not belong to a tool call."""
         self._text += piece
         sure = self._text[self._num_sent : self._sure_length()]
         self._num_sent += len(sure)
         return sure
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """End the answer. Returns the text that was not sent yet, up to the first tool call if there is one,
-        and the calls in OpenAI's format."""
+        """End the answer. Returns the text that :meth:`feed` has not returned yet, up to the first tool
+        call if there is one, and the calls in OpenAI's format."""
         begin, calls = self._calls()
         content = self._text[: begin if calls else None]
         return content[self._num_sent :], calls
@@ -138,7 +139,8 @@ class AnswerText:
 
     def _calls(self) -> tuple[int, list[dict[str, Any]]]:
         """Parse the tool calls in the whole answer. Returns the index in the text at which the first call
-        begins, and the calls in OpenAI's format."""
+        begins, and the calls in OpenAI's format. If any call is malformed or calls an unknown tool, the
+        list of calls is empty."""
         blocks = [found.group(1) for found in _CALL.finditer(self._text)]
         begin = self._text.index(_OPEN) if blocks else 0
         calls: list[dict[str, Any]] = []

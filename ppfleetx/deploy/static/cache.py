@@ -14,8 +14,9 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """A key/value cache for one iteration of the exported decoding loop. ``past`` has the keys and values of
-    earlier positions. ``extended`` has copies of them, with the new positions appended."""
+    """A key/value cache for one iteration of the exported decoding loop. ``past`` has the keys and values
+    of earlier positions: layer 0's keys, layer 0's values, layer 1's keys, and so on. ``extended`` has
+    copies in the same order, with the new positions appended."""
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -98,7 +99,7 @@ class PreallocatedCache:
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
-                # padding is only on the left, so the columns before a token are the positions before it
+                # Padding is only on the left, so the columns before a token are its earlier positions.
                 columns = paddle.arange(visible.shape[1])
                 visible = paddle.logical_and(visible, columns >= self.column - window)
             self.penalties[window] = penalty_of(visible.unsqueeze([1, 2]))
@@ -106,7 +107,8 @@ class PreallocatedCache:
 
 
 def with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
-    """Extend the keys and values of all layers by zeros, as room for ``num_columns`` more positions."""
+    """Return the keys and values of all layers, ``past``, extended by zeros for ``num_columns``
+    positions."""
     rows, groups = past[0].shape[:2]
     # Keys and values may differ in head size, but are the same in all layers.
     rooms = [paddle.zeros([rows, groups, num_columns, one.shape[3]], one.dtype) for one in past[:2]]

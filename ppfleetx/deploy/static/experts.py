@@ -58,7 +58,7 @@ class GroupedMatrix:
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
     """Return a tensor [rows, outputs] with ``counts[e]`` copies of the row ``values[e]`` for each expert e.
-    ``values`` is [experts, outputs]. ``x`` has the same number of rows as the result, the sum of
+    ``values`` is [experts, outputs]. Only the number of rows of ``x`` is used, which must be the sum of
     ``counts``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
@@ -92,8 +92,8 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 class ProgramGroupedLinear(nn.Layer):
-    """An exportable replacement for the linear layers of all experts, with the same parameters. ``matrices``
-    are the weights and, if there is a LoRA adapter, its two matrices."""
+    """An exportable replacement for a linear layer of all experts, with the same parameters. ``matrices``
+    has the layer's weights and, if there is a LoRA adapter, the adapter's two matrices."""
 
     def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
         super().__init__()
@@ -107,8 +107,9 @@ class ProgramGroupedLinear(nn.Layer):
             self.matrices += [GroupedMatrix(self.lora.a), GroupedMatrix(self.lora.b)]
 
     def forward(self, x: paddle.Tensor, counts: paddle.Tensor, *, adds_bias: bool = True) -> paddle.Tensor:
-        """Apply each expert's linear layer to the expert's rows of ``x``. ``x`` is [rows, inputs], sorted by
-        expert, and the result is [rows, outputs]. ``counts`` has the number of rows of each expert."""
+        """Apply each expert's linear layer to the expert's rows of ``x``. ``x`` is [rows, inputs], sorted
+        by expert, and the result is [rows, outputs]. ``counts`` has the number of rows of each expert.
+        ``adds_bias`` says whether to add the biases."""
         matrix, *adapter = self.matrices
         product = matrix.linear(x, counts, self.bias if adds_bias else None)
         if adapter:
@@ -123,8 +124,8 @@ class _CountsOnDevice(RoundTrip):
 
 
 class ProgramTokenDispatcher(TokenDispatcher):
-    """The token dispatcher of an exported program. The program runs in one process, so no hidden states are
-    sent. The number of tokens per expert stays on the device."""
+    """The token dispatcher of an exported program. The program runs in one process, so hidden states are
+    not sent to other ranks. The number of tokens per expert stays on the device."""
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
         return _CountsOnDevice(rows, counts)

@@ -1,5 +1,5 @@
-"""Matmuls in an exported program: single matmuls, or one operation that runs all transformer blocks
-of a quantized model.
+"""Matmuls in an exported program: one operation for each, or one for all transformer blocks of a quantized
+model.
 
 A matrix can be stored in *panels*, groups of adjacent columns. On a CPU, a matmul of 2 to 16 rows with a
 matrix in panels has the same result as with the original matrix, and is about 1.5 times as fast.
@@ -26,7 +26,7 @@ class Matrix:
 
     Attributes:
         weight: [inputs, outputs].
-        panels: a copy of the matrix in groups of columns, for faster matmuls; None: matmuls use ``weight``.
+        panels: a copy of ``weight`` in groups of columns, for faster matmuls; None: matmuls use ``weight``.
         single_axis: the axis of the activations that has size 1. Only used with panels.
         by_cpu_ops: whether matmuls with panels use our C++ operator.
     """
@@ -53,7 +53,7 @@ class Matrix:
             return cpu_ops.few_rows(x, self.panels, bias, columns)
         rows = x.squeeze(self.single_axis) if x.ndim == 3 else x
         # MKL would repack the original matrix, which costs as much as reading it again. For a single row, the
-        # original is faster.
+        # original matrix is faster than panels.
         product = times_panels(rows, self.panels)
         if columns % WIDTH:
             product = product[:, :columns]
@@ -146,8 +146,9 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """Combine ``layers``, the transformer blocks and the final norm, into one C++ operation. Returns None if
-    this operation is not compiled or does not support the layers."""
+    """Combine ``layers``, the transformer blocks and the final norm, into one C++ operation. Returns None
+    if this operation is not compiled or does not support the layers, for example because they are not
+    quantized."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]

@@ -1,5 +1,5 @@
-"""The exported program: the whole decoding loop as one function of tensors, with the model and its cache.
-Options that users choose at run time are inputs of the program.
+"""The exported program: the model, its key/value cache and the whole decoding loop, as one function of
+tensors. Generation options that users choose at run time are inputs of the program.
 
 Shape letters: b number of sequences, n length of the longest prompt, t number of new tokens, V vocabulary
 size.
@@ -106,7 +106,7 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
     # Maximum number of draft tokens per pass. Used only for a single sequence, with greedy search and without
-    # repetition_penalty. Existing exports have this name.
+    # repetition_penalty. The name is that of the input in existing exports.
     ("most_guesses", "int64", (1,)),
 )
 """Name, type and shape of each input of the program, in argument order."""
@@ -182,7 +182,8 @@ class GenerationProgram(nn.Layer):
 
     @property
     def file_name(self) -> str:
-        """The file name of this program with C++ operators. It says which ones the program uses."""
+        """The file name of this program with C++ operators. The name tells which operators the program
+        uses."""
         if self.blocks is not None:
             return BLOCKS_FILE
         return QUANTIZED_OPS_FILE if self.is_quantized else CPU_OPS_FILE
@@ -276,8 +277,9 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model on one new token of each sequence, ``token [b]``, whose position in the cache is
-        ``column [1]``. Returns the next logits ``[b, V]`` and the new cache."""
+        """Run the model on one new token of each sequence, ``token [b]``. ``column [1]`` is the index in
+        the cache at which the keys and values of the tokens are stored. Returns the next logits ``[b, V]``
+        and the new cache."""
         # While other sequences continue, a finished one must not exceed the last position.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
@@ -410,7 +412,7 @@ class GenerationProgram(nn.Layer):
     ) -> paddle.Tensor:
         """Apply the repetition penalty, and forbid end tokens before the minimum length."""
         is_early = step < min_new_tokens
-        # one branch for both rules, because a branch costs about a millisecond
+        # One branch for both rules, because each branch costs about a millisecond.
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
             logits = forbid(logits, paddle.where(is_early, end_ids, paddle.full_like(end_ids, -1)))
@@ -452,6 +454,7 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Return ``top_p``, or 2 if ``top_p`` is at least 1 and thus no limit. With a limit of 1, tokens could be
-    lost, because the rounded cumulative sum of probabilities can reach 1 too early."""
+    """Return ``top_p``, or 2 if ``top_p`` is at least 1, which means that all tokens are kept. With a limit
+    of 1, tokens could be lost, because the rounded cumulative sum of probabilities can reach 1 too
+    early."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -14,9 +14,9 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find where the last 1 to 3 tokens of ``history`` occurred before: the longest match or, of equally long
-    matches, the latest. Returns the index of the match's last token, and the length of the match (0: no
-    match). ``history`` must have at least 2 tokens."""
+    """Find an earlier occurrence of the last 1 to 3 tokens of ``history``: the longest match or, of equally
+    long matches, the latest. Returns the index of the match's last token, and the length of the match (0:
+    no match). ``history`` must have at least 2 tokens."""
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
@@ -33,8 +33,8 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def drafts_after(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """Return ``count`` draft tokens: the tokens of ``history`` after index ``place``. If there are fewer than
-    ``count``, they are repeated cyclically."""
+    """Return ``count`` draft tokens: the tokens of ``history`` after index ``place``. If these are fewer
+    than ``count``, they are repeated cyclically."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
@@ -103,8 +103,8 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """Return the sum of the probabilities in each bucket, float64 ``[b, number of buckets]``. Each
-    element of ``bucket``, ``[b, V]``, is the index of a token's bucket."""
+    """Return the sum of the probabilities in each bucket, float64 ``[b, number of buckets]``.
+    ``bucket [b, V]`` has the index of each token's bucket."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # An extra entry of weight 0 in the last bucket makes bincount's result long enough.

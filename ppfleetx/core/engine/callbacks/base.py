@@ -18,7 +18,7 @@ from ppfleetx.resilience.stragglers import Stragglers
 
 @dataclass(frozen=True)
 class CallbackSetup:
-    """The argument with which every callback is created.
+    """The first argument of every callback's constructor.
 
     Attributes:
         output_dir: the output directory, which exists and, during training, is locked.
@@ -46,7 +46,7 @@ class Callback:
 
     def on_fit_start(self, run: Run) -> None:
         """Called once, before the first step and the first evaluation. In a resumed run, ``run.state``
-        already has the progress of the checkpoint."""
+        already is the progress from the checkpoint."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         """Called after each optimizer step, including skipped ones (``record.skipped``), and before the

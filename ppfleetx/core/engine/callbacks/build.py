@@ -19,7 +19,7 @@ _KEY = "Engine.callbacks"
 
 class CallbackList:
     """The callbacks that run on this rank, in the order of ``Engine.callbacks``. ``named`` has (name,
-    callback) pairs. Checkpoints store each callback's state under its name."""
+    callback) pairs. Checkpoints store the state of each callback under this name."""
 
     def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
         self.named = list(named)
@@ -28,8 +28,8 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """Return the non-empty states of the callbacks, by name. Raises CheckpointError unless the states are
-        JSON values."""
+        """Return the non-empty states of the callbacks, by name. Raises CheckpointError if a state has
+        values that JSON cannot represent, such as NaN."""
         states = {}
         for name, callback in self.named:
             try:  # a copy, because a background save writes it later
@@ -42,8 +42,8 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Restore the states of callbacks from a checkpoint. Callbacks without a saved state do not change.
-        Raises CheckpointError if ``states`` is not a mapping."""
+        """Restore the callbacks from ``states``, the states by name in a checkpoint. Callbacks without a
+        saved state do not change. Raises CheckpointError if ``states`` is not a mapping."""
         if not isinstance(states, Mapping):
             raise CheckpointError(f"the callbacks' states in the checkpoint are damaged: {shown(states)}")
         for name, callback in self.named:
@@ -52,7 +52,8 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Raise ConfigError if a callback has an unknown name or wrong options, without creating it."""
+    """Check the names and options of callbacks without creating them. Raises ConfigError for an unknown
+    name or wrong options."""
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
         # Built-in callbacks without options are not imported here, because they import Paddle.
@@ -61,9 +62,13 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """Create the callbacks of ``Engine.callbacks`` that run on this rank; on rank 0, also the callbacks of
-    ``Engine.loggers``. All ranks must call this. If a callback cannot be created, raises a UserError on all
-    ranks: the ConfigError itself if all ranks failed with the same message, otherwise a JointError."""
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank and, on rank 0, also those of
+    ``Engine.loggers``. All ranks must call this.
+
+    Raises:
+        UserError: on all ranks, if a callback cannot be created. This is the ConfigError itself if all
+            ranks failed with the same message, otherwise a JointError.
+    """
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
         for name, item in _numbered(setup.cfg.Engine.callbacks):
@@ -101,8 +106,9 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """Yield (name, entry) for each callback in ``Engine.callbacks``. If an entry stands for several
-    callbacks, each of them is yielded. Names are unique: a second ``csv`` callback is named ``csv#2``."""
+    """Yield (name, entry) for each callback in ``items``, the entries of ``Engine.callbacks``. An entry
+    that stands for several callbacks is split into one entry per callback. Names are unique: a second
+    ``csv`` callback is named ``csv#2``. Raises ConfigError if two entries are equal."""
     seen: dict[str, list[CallbackConfig]] = {}
     for item in _without_groups(items):
         before = seen.setdefault(item.name, [])

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def device_name(device: str) -> str:
-    """Return the driver's name for this process's card, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown."""
+    """Return the name that the driver gives for this process's card, such as ``NVIDIA A100-SXM4-80GB``.
+    Returns "" on a CPU, or if the name is unknown."""
     found = total_memory() if is_card(device) else None
     return "" if found is None else found[1]
 
@@ -127,9 +128,9 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
-    """Return log lines with each rank's pp and mp coordinates and number of parameters. Ranks with the same
-    values share a line, and at most 16 lines are shown. Empty if there is only one rank. All ranks must call
-    this."""
+    """Return log lines with each rank's number of parameters and pp and mp coordinates. Ranks with the same
+    values share a line. Returns at most 16 lines and ``...``; none if there is only one rank. All ranks
+    must call this."""
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)
     if ctx.world_size == 1:

@@ -64,8 +64,8 @@ class TrainLog(Periodic):
 
 
 def _train_line(record: StepRecord, window: Window, rates: Mapping[str, float]) -> str:
-    """Return the log line of a step in FleetX's format, which users' scripts parse. ``rates`` are TFLOP/s and
-    MFU, from :meth:`Window.rates`."""
+    """Return the log line for a step in FleetX's format, which users' scripts parse. ``rates`` has TFLOP/s
+    and MFU, from :meth:`Window.rates`."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "

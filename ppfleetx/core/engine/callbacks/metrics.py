@@ -36,8 +36,8 @@ class Recorder(Periodic):
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write one record of JSON values, with ``kind`` (``train`` or ``eval``, for example) and
-        ``step``."""
+        """Write one record: JSON values by name, which always include ``kind`` (such as ``train`` or
+        ``eval``) and ``step``."""
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
         self.keep(train_record(run, record, window))
@@ -131,7 +131,7 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
 
 class MetricsFile(Recorder):
     """Writes ``metrics.jsonl``, with one JSON object per line. A resumed run drops the lines after the step
-    of its checkpoint. A new run renames an existing file."""
+    of its checkpoint. A new run renames an existing ``metrics.jsonl``."""
 
     def __init__(self, path: Path, logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -187,9 +187,9 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: float = math.inf) -> None:
-    """Remove the records of steps after ``step`` from a metrics file, and incomplete lines. Also remove
-    evaluations after step ``evaluated``, and records of spikes that were written when the run had used more
-    than ``consumed`` samples."""
+    """Remove from a metrics file the records of steps after ``step``, and incomplete lines. Also remove the
+    records of evaluations after step ``evaluated``, and the records of spikes that were written after the
+    run had used more than ``consumed`` samples."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -220,8 +220,8 @@ _KEY = "Engine.loggers"
 
 
 def check_options(make: Callable[..., Any], item: CallbackConfig | LoggerConfig, key: str) -> None:
-    """Raise ConfigError if the class or function ``make`` of a callback or logger does not take the options
-    of ``item``. ``key`` is the configuration key that lists ``item``."""
+    """Raise ConfigError if ``make``, the class or function that creates a callback or logger, does not
+    accept the options in ``item``. ``key`` is the configuration key that lists ``item``."""
     if not callable(make):
         raise ConfigError(
             f"was registered as {shown(make)}, which cannot be called", key=key, value=item.name
@@ -236,8 +236,9 @@ def check_options(make: Callable[..., Any], item: CallbackConfig | LoggerConfig,
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """Create the log writers that ``Engine.loggers`` names. Loggers that are callbacks are left out. Opens no
-    file. Raises ConfigError if the options of a writer are wrong."""
+    """Create the log writers that ``Engine.loggers`` names, and return them by name. Loggers that are
+    callbacks are left out. No file is opened yet. Raises ConfigError if the options of a writer are
+    wrong."""
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
     for item in cfg.Engine.loggers:
@@ -253,8 +254,8 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
 
 
 class LogWriters(Recorder):
-    """Callback that passes the numbers of each record to the log writers. ``writers`` are the log writers by
-    name."""
+    """Callback that passes the numbers of each record to log writers. ``writers`` maps names to log
+    writers."""
 
     def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
         super().__init__(logging_freq)
@@ -269,8 +270,8 @@ class LogWriters(Recorder):
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """Create the callback with VisualDL as its only writer. Returns None when not training, if VisualDL
-        is not installed, or if ``Engine.loggers`` already names it."""
+        """Create the callback with VisualDL as its only writer. Returns None if the run does not train, if
+        VisualDL is not installed, or if ``Engine.loggers`` already names ``visualdl``."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or importlib.util.find_spec("visualdl") is None:
             return None

@@ -26,8 +26,9 @@ _VIEWS = {
 
 
 class ProfilerCallback(Callback):
-    """Profiles the steps ``scheduler[0]`` to ``scheduler[1] - 1`` of this process, counted from 0. Writes a
-    Chrome trace to the directory ``Profiler.profiler_log`` in the output directory, and prints tables."""
+    """Profiles the steps from ``Profiler.scheduler[0]`` to ``Profiler.scheduler[1] - 1``, counted from 0 at
+    the start of this process. Writes a Chrome trace to the directory ``Profiler.profiler_log`` in the
+    output directory, and prints tables."""
 
     def __init__(self, cfg: ProfilerConfig, output_dir: Path) -> None:
         self._cfg = cfg
