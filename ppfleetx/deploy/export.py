@@ -18,7 +18,7 @@ from ppfleetx.deploy.export_dir import (
     TOKENIZER_DIRECTORY,
     ExportManifest,
     describe_files,
-    files_of_others,
+    foreign_files,
     is_export,
 )
 from ppfleetx.distributed.device import is_card
@@ -112,7 +112,7 @@ def check_target(cfg: RunConfig) -> None:
         raise directory_error(
             cfg, f"{target} exists and is not an export of this program; remove it or name another directory"
         )
-    if is_used and (others := files_of_others(target)):
+    if is_used and (others := foreign_files(target)):
         raise directory_error(
             cfg,
             f"{target} would be replaced, but contains {shown(others[0])}, which is not part of the export",

@@ -120,7 +120,7 @@ def is_export(directory: Path) -> bool:
     return (directory / MANIFEST_FILE).is_file()
 
 
-def files_of_others(directory: Path) -> list[str]:
+def foreign_files(directory: Path) -> list[str]:
     """Return the relative paths of files in the directory that do not belong to the export. If the manifest
     is damaged, the list is empty."""
     try:

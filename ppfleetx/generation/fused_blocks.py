@@ -21,10 +21,10 @@ from ppfleetx.nn.panel_matmul import InferenceLinear
 from ppfleetx.nn.positions import Rotary, RotaryEmbedding
 from ppfleetx.nn.quantized import QuantizedLinear
 
-_MOST_SMALL_ROWS, _MOST_COLUMNS = 1024, 1024
-"""With quantized weights, the fused operation takes passes of up to ``_MOST_SMALL_ROWS`` new tokens if the
-cache has at most ``_MOST_COLUMNS`` positions. In larger passes, Paddle's own operations compute attention
-faster."""
+_MAX_QUANTIZED_TOKENS, _MAX_CACHED_POSITIONS = 1024, 1024
+"""With quantized weights, the fused operation takes passes of up to ``_MAX_QUANTIZED_TOKENS`` new tokens if
+the cache has at most ``_MAX_CACHED_POSITIONS`` positions. In larger passes, Paddle's own operations compute
+attention faster."""
 Operands = tuple[str, paddle.Tensor, paddle.Tensor | None]
 """The matrix of a linear layer for the C++ operation: its format (one of `fused_blocks.FORMATS`), its
 values, and its scales (None if the matrix is not quantized)."""
@@ -64,8 +64,8 @@ class FusedBlocks:
             num_columns: the number of positions in the cache, including the new ones.
         """
         # For large passes, Paddle's own operations are faster.
-        is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
-        if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
+        is_small = self.takes_prompts and num_columns <= _MAX_CACHED_POSITIONS
+        if num_rows > (_MAX_QUANTIZED_TOKENS if is_small else MOST_ROWS):
             return None
         is_single = num_rows == 1
         if is_single not in self._forms:

@@ -21,7 +21,7 @@ class Step:
         gradients: size of the gradients of the operation's parameters.
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
-        no_values: whether the operation uses no parameters.
+        uses_no_parameters: whether the operation uses no parameters.
         inner: the steps that the backward pass recomputes; None: it recomputes nothing. With ``inner``, the
             tensors in ``reads`` are kept instead of the tensors in ``keeps``.
     """
@@ -36,7 +36,7 @@ class Step:
     gradients: float = 0.0
     view: bool = False
     reuses: bool = False
-    no_values: bool = False
+    uses_no_parameters: bool = False
     inner: Tape | None = None
 
 
@@ -124,7 +124,7 @@ class Tape:
             alive += 0.0 if step.view else step.size
             inside = step.inner._forward_peak_without_graph if step.inner is not None else 0.0
             here = alive + step.extra + max(step.scratch, inside - step.size)
-            peaks[step.no_values] = max(peaks[step.no_values], here)
+            peaks[step.uses_no_parameters] = max(peaks[step.uses_no_parameters], here)
             alive += step.extra if keeps else 0.0
             gone = [name for name, end in last.items() if end == number]
             alive -= sum(self._sizes[n] for n in gone if n not in held and n not in self.inputs)
@@ -155,7 +155,7 @@ class Tape:
         gradients = {self.steps[-1].writes: self._sizes[self.steps[-1].writes]}
         alive += self._sizes[self.steps[-1].writes]
         peaks = [0.0, 0.0]
-        peaks[self.steps[-1].no_values] = alive
+        peaks[self.steps[-1].uses_no_parameters] = alive
         for number, step in reversed(list(enumerate(self.steps))):
             upstream = gradients.pop(step.writes, 0.0)
             new = {} if step.reuses or step.view else {name: self._sizes[name] for name in step.reads}
@@ -166,7 +166,7 @@ class Tape:
                 backward = inner.backward_peak(first=first) + step.size - upstream
                 inside = max(inner.forward_peak(), backward)
             moment = sum(new.values()) + step.back + step.gradients * (1 + self.new_gradient_share)
-            peaks[step.no_values] = max(peaks[step.no_values], alive + max(moment, inside))
+            peaks[step.uses_no_parameters] = max(peaks[step.uses_no_parameters], alive + max(moment, inside))
             if not new:  # a view, or a gradient that reuses memory
                 new = {step.reads[0]: upstream} if step.reads else {}
             for name, size in new.items():

@@ -83,7 +83,7 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def score_width(self) -> int:
+    def score_macs_per_pair(self) -> int:
         """Number of multiply-adds for scores and context of all heads, for one pair of query and key
         positions."""
         return 2 * self.q_width
@@ -314,7 +314,7 @@ class LatentAttentionSpec:
         return self.nope_head_dim + self.rope_head_dim
 
     @property
-    def score_width(self) -> int:
+    def score_macs_per_pair(self) -> int:
         """Number of multiply-adds for scores and context of all heads, for one pair of query and key
         positions."""
         return self.num_heads * (self.head_dim + self.value_head_dim)

@@ -69,21 +69,21 @@ class ChunkedHead(nn.Layer):
     """Base class of heads that can return :class:`DeferredLogits` instead of logits.
 
     Args:
-        num_pieces: number of chunks of positions; 1: the head always returns logits.
+        num_chunks: number of chunks of positions; 1: the head always returns logits.
         matmul: multiplies by the head's weight. Weight gradients are not deferred, because they are complete
             before the backward pass begins.
     """
 
-    def __init__(self, num_pieces: int, matmul: Matmul, *, softcap: float | None = None) -> None:
+    def __init__(self, num_chunks: int, matmul: Matmul, *, softcap: float | None = None) -> None:
         super().__init__()
-        self.num_pieces, self._matmul, self.softcap = num_pieces, matmul, softcap
+        self.num_chunks, self._matmul, self.softcap = num_chunks, matmul, softcap
         self._loss_follows = False
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
         """Context manager in which the head can return :class:`DeferredLogits`. Only the loss may read the
         logits that the head returns inside it."""
-        self._loss_follows = self.num_pieces > 1
+        self._loss_follows = self.num_chunks > 1
         try:
             yield
         finally:
@@ -110,12 +110,12 @@ class ChunkedHead(nn.Layer):
         with paddle.no_grad():
             whole = self.entered(hidden)
             head = _HeadMatrix(*self.matrix(), self._matmul, self.capped)
-        for begin, end in _edges(whole.shape[0], self.num_pieces):
+        for begin, end in _edges(whole.shape[0], self.num_chunks):
             with paddle.no_grad():
                 piece = head.logits(whole[begin:end], *head.parameters)
             yield piece
 
-    def run_pieces(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
+    def run_chunks(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
         """Run the head and ``target.function`` on each chunk of hidden states. If gradients are enabled,
         return the sum over the chunks; otherwise return the results in a list.
 
@@ -125,10 +125,10 @@ class ChunkedHead(nn.Layer):
         weight, bias, is_transposed = self.matrix()
         head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
         if paddle.is_grad_enabled():
-            return _LossInPieces.apply(whole, weight, bias, head, target, self.num_pieces)
+            return _LossInPieces.apply(whole, weight, bias, head, target, self.num_chunks)
         return [
             target.function(head.logits(piece, weight, bias), labels, mask)
-            for piece, labels, mask in _pieces(whole, target, self.num_pieces)
+            for piece, labels, mask in _pieces(whole, target, self.num_chunks)
         ]
 
 
@@ -168,10 +168,10 @@ class _LossInPieces(PyLayer):
         bias: paddle.Tensor | None,
         head: _HeadMatrix,
         target: ChunkTarget,
-        num_pieces: int,
+        num_chunks: int,
     ) -> paddle.Tensor:
         loss, of_whole, sums = None, [], [None] * len(head.parameters)
-        for piece, labels, mask in _pieces(whole, target, num_pieces):
+        for piece, labels, mask in _pieces(whole, target, num_chunks):
             leaves = [_leaf(piece, whole.stop_gradient), *head.values()]
             part, gradients = _gradients(leaves, head, labels, mask, target.function)
             loss = part if loss is None else loss + part
@@ -230,13 +230,13 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 
 
 def _pieces(
-    whole: paddle.Tensor, target: ChunkTarget, num_pieces: int
+    whole: paddle.Tensor, target: ChunkTarget, num_chunks: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
     """Yield hidden states, labels and mask of each chunk in order. The lengths differ by at most one."""
-    for begin, end in _edges(whole.shape[0], num_pieces):
+    for begin, end in _edges(whole.shape[0], num_chunks):
         yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
 
 
-def _edges(length: int, num_pieces: int) -> Iterator[tuple[int, int]]:
-    count = min(num_pieces, length)
+def _edges(length: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    count = min(num_chunks, length)
     return pairwise([length * index // count for index in range(count + 1)])

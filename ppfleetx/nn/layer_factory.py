@@ -68,12 +68,12 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     if ctx.size_of("sep") > 1:
         factory.attention = Ulysses(ctx.group_of("sep"))
     factory.mesh, factory.rank = ctx.mesh, ctx.rank
-    factory.experts = _expert_exchange(ctx)
+    factory.experts = _token_dispatcher(ctx)
     factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
     return factory
 
 
-def _expert_exchange(ctx: ParallelContext) -> TokenDispatcher:
+def _token_dispatcher(ctx: ParallelContext) -> TokenDispatcher:
     """Return the token dispatcher for the parallel plan of ``ctx``. The groups ``ep`` and ``emp`` exist only
     in a model with experts."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None

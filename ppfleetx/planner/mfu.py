@@ -33,7 +33,7 @@ def step_flops(job: Job) -> StepFlops:
     causal = flops_per_step(job.model, batch, job.seq_len)
     full = hardware = causal
     for block, recompute in job.layers:
-        core = 2 * tokens * job.seq_len * block.attention.score_width  # of a forward pass, all pairs
+        core = 2 * tokens * job.seq_len * block.attention.score_macs_per_pair  # of a forward pass, all pairs
         again = {
             "none": 0,
             "core_attn": core,

@@ -193,8 +193,8 @@ def test_attention_that_stays_in_float32():
 
 
 class _Head(ChunkedHead):
-    def __init__(self, num_pieces, matmul):
-        super().__init__(num_pieces, matmul)
+    def __init__(self, num_chunks, matmul):
+        super().__init__(num_chunks, matmul)
         self.weight = self.create_parameter([12, 8])
         self.weight.set_value(random(12, 8))
 
@@ -213,7 +213,7 @@ def test_a_head_in_pieces(cast_to):
             paddle.zeros([2, 6]), paddle.ones([2, 6]), lambda logits, *_: logits.square().sum()
         )
         with bfloat16.autocast(), matmul.kept():
-            loss = head.run_pieces(x, target)
+            loss = head.run_chunks(x, target)
             loss.backward()
         found.append([loss.numpy(), x.grad.numpy(), head.weight.grad.numpy()])
     for one, other in zip(*found, strict=True):

@@ -37,7 +37,7 @@ from ppfleetx.core.engine.resume_checks import (
     check_resumed,
     check_same_function,
     log_changes,
-    may_change_optimizer,
+    optimizer_state_may_differ,
 )
 from ppfleetx.core.engine.train_state import TrainState
 from ppfleetx.distributed.context import ParallelContext
@@ -93,7 +93,7 @@ class Start:
         self._load_weights(runner, cfg.Model)
         with joint_errors(self.ctx):
             changed = check_resumed(self.checkpoint, cfg, fingerprints)
-        if self._goes_on_with("load_optim") and not may_change_optimizer(self.checkpoint, cfg):
+        if self._applied_before("load_optim") and not optimizer_state_may_differ(self.checkpoint, cfg):
             self.options = self.options.model_copy(update={"load_optim": True})
         if changed and changes(self.checkpoint.manifest.config, cfg, (Effect.EVALUATION,)):
             self.state.best, self.state.best_step = None, -1  # the old best value measures something else
@@ -108,12 +108,12 @@ class Start:
         of the training data."""
         if self.resumes and self.options.reset_data:
             is_same = self.checkpoint.manifest.fingerprints.get("data") == data
-            if is_same and self._goes_on_with("reset_data"):
+            if is_same and self._applied_before("reset_data"):
                 self.options = self.options.model_copy(update={"reset_data": False})
             else:
                 self.state.data_start, self.state.epoch = self.state.consumed_samples, 0
 
-    def _goes_on_with(self, option: str) -> bool:
+    def _applied_before(self, option: str) -> bool:
         """Return whether the checkpoint was found by ``resume`` and was saved with the current value of
         ``option``, which is ``load_optim`` or ``reset_data``. If so, this run has already applied the
         option at an earlier start."""

@@ -93,7 +93,7 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
     return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
 
 
-def may_change_optimizer(checkpoint: Checkpoint, cfg: RunConfig) -> bool:
+def optimizer_state_may_differ(checkpoint: Checkpoint, cfg: RunConfig) -> bool:
     """Return whether ``cfg`` changes settings of the model or the optimizer since the checkpoint, so that
     the checkpoint's optimizer state might not fit."""
     effects = (Effect.SHAPE, Effect.OPTIMIZER, Effect.TRAINING)

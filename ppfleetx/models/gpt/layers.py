@@ -245,7 +245,7 @@ class LanguageHead(ChunkedHead):
         ``target``. The head then returns the loss or, if gradients are disabled, a list with the result of
         each chunk."""
         if target is not None:
-            return self.run_pieces(self.entered(state[0]), target)
+            return self.run_chunks(self.entered(state[0]), target)
         if self.defers((state, cache)):
             return DeferredLogits(self, state[0])
         return self.capped(self.logits(state[0]))

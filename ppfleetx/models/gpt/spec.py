@@ -242,7 +242,10 @@ class HeadSpec:
         # overwrites the softmax.
         back = softmax if work.mp > 1 and work.on_cpu else -softmax
         reads = (steps[-1].writes,)
-        return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
+        return [
+            *steps,
+            Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, uses_no_parameters=True),
+        ]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
         """Return head and loss, computed in ``Model.loss_chunks`` chunks, as one step of the memory
@@ -546,5 +549,5 @@ def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     # queries, keys and the MLP. For a plain GPT, this is 72BLsh^2(1 + s/12h + V/12hL).
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size
-    scores = batch_size * seq_len**2 * sum(block.attention.score_width for block in blocks)
+    scores = batch_size * seq_len**2 * sum(block.attention.score_macs_per_pair for block in blocks)
     return 6 * batch_size * seq_len * matrices + 3 * scores
