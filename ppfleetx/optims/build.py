@@ -74,8 +74,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the optimizer registered as ``cfg.name``. If a rule class is registered,
-    it gets one group with all parameters; if a function is registered, it returns the groups."""
+    """Return the parameter groups of the optimizer registered as ``cfg.name``. A registered rule class
+    updates one group with all parameters. A registered function returns the groups."""
     part = OPTIMIZERS.load(cfg.name)
     own = OPTIMIZERS.traits(cfg.name).options
     cfg = cfg.model_copy(update={"options": {key: cfg.options[key] for key in own if key in cfg.options}})

@@ -41,8 +41,8 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
     """Parse a parallel plan in the form of ``words``, such as ``dp=4,mp=8``.
 
     Args:
-        own: the plan whose settings apply if ``words`` does not name them. A setting that contradicts
-            ``words`` gets its default instead.
+        own: the plan whose settings apply if ``words`` does not name them. If a setting of ``own``
+            contradicts ``words``, the default applies instead.
         option: the command-line option whose value is ``words``, for error messages.
 
     Raises:

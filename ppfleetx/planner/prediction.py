@@ -81,8 +81,8 @@ class Prediction:
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:
-        """Return the prediction for a run over ``tokens`` tokens as the JSON object that ``ppfleetx plan
-        --json`` prints."""
+        """Return the JSON object that ``ppfleetx plan --json`` prints for this plan, with the cost of a run
+        over ``tokens`` tokens."""
         flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),
