@@ -13,7 +13,8 @@ from ppfleetx.data.dataloader import MicroBatch
 
 
 class Metric(NamedTuple):
-    """A metric: its sum over all micro batches and ranks, and the count to divide it by."""
+    """A metric before division: ``total`` is its sum over all micro batches and ranks, and the mean is
+    ``total / count``."""
 
     total: float
     count: float
@@ -74,7 +75,8 @@ class TokenLoss:
         self._metrics: dict[str, Metric] = {}
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate one global batch."""
+        """Evaluate this rank's micro batches of one global batch, and add their loss and metrics over all
+        ranks."""
         found = runner.eval_step(micro_batches)
         self._loss_sum, self._count = self._loss_sum + found.loss, self._count + found.count
         for name, (total, count) in found.metrics.items():
@@ -91,7 +93,7 @@ class TokenLoss:
 
 
 def perplexity(loss: float) -> float:
-    """Return ``exp(loss)``: infinity if the result overflows a float, NaN for NaN."""
+    """Return ``exp(loss)``; infinity if the result overflows a float, NaN if ``loss`` is NaN."""
     try:
         return math.exp(loss)
     except OverflowError:

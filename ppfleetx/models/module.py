@@ -1,4 +1,4 @@
-"""The interface of a task: the stages of its model, forward pass, loss and evaluation."""
+"""The interface of tasks. A task defines a model's stages, forward pass, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Tensors = dict[str, paddle.Tensor]
 
 
 class BasicModule(ABC):
-    """A task on a model, independent of the parallel plan. The methods must not keep state between calls.
+    """Base class of tasks, such as pretraining or classification. A task defines the stages of a model, its
+    loss and its evaluation, independent of the parallel plan. The methods must not keep state between calls.
     Under pipeline parallelism, :meth:`forward` is not called, because the pipeline runs the stages itself."""
 
     loss_in_chunks = False
@@ -39,12 +40,14 @@ class BasicModule(ABC):
 
     def count(self, batch: MicroBatch) -> float:
         """Return the number of tokens (for a classifier, examples) of a micro batch that count in the loss.
-        The loss of a step is divided by the sum of these numbers over the job. This runs on the host."""
+        The loss of a step is divided by the sum of these numbers over the job. ``batch`` is in host
+        memory."""
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
     def stages(self, factory: LayerFactory) -> list[Stage]:
-        """Build the model as named stages, first to last, with layers made by ``factory``."""
+        """Return the model's stages, first to last. A stage holds the class and the arguments of one layer.
+        Among the arguments is usually ``factory``, which makes linears, norms and embeddings."""
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """Return the last stage's output for a micro batch, ``[s, b, V]`` for a language model.
@@ -70,13 +73,14 @@ class BasicModule(ABC):
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """Create the evaluator for one evaluation. If the examples of a classifier have no labels
-        (``has_labels`` is False), its evaluator computes outputs, but no loss."""
+        """Create the evaluator for one evaluation. ``has_labels`` is False if the examples of a classifier
+        have no labels; the evaluator then computes outputs, but no loss."""
         return TokenLoss()
 
 
 class WrappedTask(BasicModule):
-    """Base class of tasks that wrap another task, ``task``. Every call is passed on to the wrapped task."""
+    """Base class of tasks that wrap another task, ``task``. By default, every method calls the same method of
+    ``task``."""
 
     def __init__(self, task: BasicModule) -> None:
         super().__init__(task.cfg)

@@ -15,7 +15,7 @@ class StagedModel(nn.Layer):
     """A model that runs its stages in sequence.
 
     Args:
-        seed: seed of the initial weights; None if a checkpoint will be loaded.
+        seed: seed of the initial weights; None if the caller sets the weights later.
         empty: whether to create parameters without allocating memory.
     """
 
@@ -36,7 +36,7 @@ class StagedModel(nn.Layer):
         Args:
             tokens: ``[b, s]`` int64.
             position_ids: ``[b, s]`` int64; None: consecutive positions, starting at the length of the cache.
-            document_start: ``[b, s]`` int32, the first absolute position that each position may attend to;
+            document_start: ``[b, s]`` int32, the first absolute position that each position can attend to;
                 None: no limit.
             cache: keys and values of earlier positions. This call appends to the cache.
         """

@@ -14,7 +14,7 @@ from ppfleetx.optims.rule import ParamView, Rule, StateSpec, as_tensor
 _CHUNK = 1 << 16
 """The number of elements that one thread block processes."""
 _LARGEST = (1 << 31) - 1
-"""The largest number of elements of a tensor in the fused kernel, which counts them in 32 bits."""
+"""The largest number of elements of a tensor that the fused kernel accepts. It counts them in 32 bits."""
 STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
 Powers = tuple[float, float]
 
@@ -43,7 +43,8 @@ class AdamW(Rule):
         # On a GPU, one call per parameter would spend most of its time on the kernel launch.
         fused = [view for view in group if self.fused and _fits(view)]
         self._learn_powers(fused)
-        # The fused GPU kernel applies the powers of the first parameter to all parameters of a call.
+        # The fused GPU kernel reads the powers beta^t of the first parameter only, and uses them for all
+        # parameters of a call.
         together: dict[Powers, list[ParamView]] = {}
         for view in fused:
             together.setdefault(self._powers[view.name], []).append(view)
@@ -59,7 +60,7 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Cache the beta powers of the parameters that are not in the cache yet."""
+        """Cache the powers (beta1^t, beta2^t) of the parameters that are not in the cache yet."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -132,9 +133,9 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return a pair for each parameter: its powers of beta1 and beta2. Parameters with equal pairs are
-    updated in one fused call. On a CPU, every pair is (0, 0), because the CPU kernel can update parameters
-    with different powers in one call."""
+    """Return (beta1^t, beta2^t) for each parameter, where t is the number of its next update. Parameters with
+    equal pairs are updated in one fused call. On a CPU, every pair is (0, 0), because the CPU kernel can
+    update parameters with different powers in one call."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

@@ -24,7 +24,7 @@ def build_optimizer(
     num_layers: int = 0,
     width_multiplier: float = 1.0,
 ) -> Optimizer:
-    """Build the optimizer of section ``Optimizer``.
+    """Build the optimizer that section ``Optimizer`` configures.
 
     Args:
         named_params: (canonical name, parameter) pairs. Frozen parameters (``stop_gradient``) are ignored.
@@ -32,8 +32,9 @@ def build_optimizer(
         width_multiplier: model width divided by ``Model.mup_base_width``, the width of the base model.
 
     Raises:
-        ConfigError: the optimizer is not registered; it was registered with a wrong number of states; or it
-            needs whole matrices, but tensor parallelism slices them and the states are in host memory.
+        ConfigError: the optimizer is not registered, or its number of states differs from the registered
+            number. Also if the optimizer needs whole matrices, but these are sliced by tensor parallelism and
+            updated in host memory.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)
@@ -55,8 +56,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """Return the parameter groups that section ``Optimizer`` defines: first the groups of its key ``groups``,
-    then the groups of the registered optimizer, which take all other parameters."""
+    """Return the parameter groups that section ``Optimizer`` defines: first the groups in ``groups``, then
+    the groups of ``name``, which take all other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
@@ -73,8 +74,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the registered optimizer. A registered rule gives one group; a
-    registered function returns its groups."""
+    """Return the parameter groups of the optimizer registered as ``cfg.name``. A registered rule class
+    updates one group with all parameters. A registered function returns the groups."""
     part = OPTIMIZERS.load(cfg.name)
     own = OPTIMIZERS.traits(cfg.name).options
     cfg = cfg.model_copy(update={"options": {key: cfg.options[key] for key in own if key in cfg.options}})

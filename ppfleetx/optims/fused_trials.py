@@ -1,4 +1,4 @@
-"""Trials that compare the optimizer's fused operators with unfused ones on a few small tensors."""
+"""Trials that compare the optimizer's fused operators with the unfused operators on a few small tensors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _fresh_states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Make the tensors for AdamW from each initial value in ``start``: (parameter, first moment, second
-    moment, power of beta1, power of beta2). The powers are in host memory."""
+    """Return new AdamW tensors for each initial value in ``start``: (parameter, first moment, second moment,
+    power of beta1, power of beta2). The powers are in host memory."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

@@ -21,15 +21,16 @@ each of them would take longer than the computation."""
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the parameter's gradient, to read or change in place; None if it has no gradient. A strided
-    gradient is made contiguous first, because collectives and multi-tensor kernels require this."""
+    """Return the parameter's gradient, to read or to change in place; None if there is none. A strided
+    gradient is made contiguous, because collectives and multi-tensor kernels require this."""
     main = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main is None else main
     return None if gradient is None else gradient.contiguous()
 
 
 def complete_gradient(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient. If no backward pass produced one, create zeros."""
+    """Return the parameter's gradient. If it has none, return zeros, which become its gradient unless the
+    parameter's memory has been freed (sharding stage 3)."""
     gradient = gradient_of(parameter)
     if gradient is not None:
         return gradient
@@ -103,8 +104,8 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
     """Return the sum of squares of all gradients, a float64 tensor of shape []. A tied parameter counts once;
     a parameter without a gradient counts as zero."""
-    # The kernel sums in blocks of float32, which is accurate. The sum over parameters is in float64, so that
-    # it does not depend on how the parameters are grouped.
+    # The kernel sums each gradient in float32, block by block, which is accurate enough. The sum over
+    # parameters is in float64, so that it does not depend on how the parameters are grouped.
     squares = squares_of(list(_gradients(params)), ops)
     if not squares:
         return paddle.zeros([], dtype="float64")
@@ -112,8 +113,8 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return tensors of shape [] whose sum is the squared norm of all ``gradients``. Each gradient has its
-    own tensor, but a fused operator computes one tensor for all small gradients."""
+    """Return tensors of shape [] whose sum is the squared norm of all ``gradients``: one tensor per gradient,
+    but only one for all small gradients if the fused operator is in use."""
     small = [grad for grad in gradients if grad.size < _SMALL]
     if len(small) > 1 and ops.takes("grad_norm", *small):
         joined = paddle.concat([grad.reshape([-1]) for grad in small])

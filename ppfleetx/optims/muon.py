@@ -46,8 +46,9 @@ Amsel et al., 2025; Boissin et al., 2025)."""
 
 
 class Muon(Rule):
-    """The update p -= lr * (decay * p + scale * O), where O is the orthogonalized momentum of a matrix.
-    ``Optimizer.muon.split`` divides a fused weight into several matrices."""
+    """Update rule p -= lr * (decay * p + scale * O), where O is the orthogonalized momentum of a matrix.
+    ``Optimizer.muon.split`` sets whether a fused weight, such as q, k and v, is divided into matrices that
+    are orthogonalized separately."""
 
     states = (StateSpec("momentum"),)
     needs_whole = True
@@ -86,8 +87,8 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one of the matrices in a fused weight. If ``head_dim`` is given, orthogonalize each
-        head separately."""
+        """Orthogonalize one matrix of a fused weight. If ``head_dim`` is given, orthogonalize each head
+        separately."""
         # piece: [..., in, runs, width]. The matrix's columns form `runs` groups of `width` adjacent columns
         # of the weight.
         if head_dim is None:

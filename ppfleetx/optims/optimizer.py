@@ -1,5 +1,5 @@
-"""An optimizer: groups of named parameters, each with an update rule, and the states that the rules keep.
-Nothing here depends on the parallel plan or on a scheduler."""
+"""An optimizer: groups of named parameters with an update rule for each group, and the states of the rules.
+Nothing here depends on the parallel plan or on the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ StateKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class UpdatePlace:
-    """Where optimizer states are stored and updated, and how the optimizer finds process groups.
+    """Settings of an optimizer: where and how states are stored and updated, and the process groups.
 
     Attributes:
         multi_precision: whether to keep float32 master weights of 16-bit parameters.
         on_host: whether to keep all states in host memory and update there.
         fused: whether rules can update many parameters in one kernel.
-        group_of: returns this rank's process group along an axis; None if the axis has one rank.
+        group_of: function that returns this rank's process group along an axis; None if the axis has one
+            rank.
     """
 
     multi_precision: bool = False
@@ -55,9 +56,9 @@ class Optimizer:
     Args:
         groups: each parameter belongs to the first group that accepts it.
         named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
-        decays: returns whether weight decay applies to the parameter with this canonical name.
+        decays: function of a canonical name that returns whether weight decay applies to the parameter.
         weight_decay: weight decay to use until :meth:`step` is called with another value.
-        rate_factor: returns a factor for the learning rate of the parameter with this canonical name. The
+        rate_factor: function of a canonical name that returns a factor of the parameter's learning rate. The
             factor of the parameter's group applies in addition.
     """
 
@@ -84,21 +85,21 @@ class Optimizer:
             group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Restrict updates and states to the parameters for which ``owned`` returns True. Sharding uses this.
-        The function ``updated`` is called at the end of each :meth:`step`."""
+        """Restrict updates and states to the parameters for which ``owned`` returns True (ZeRO sharding).
+        From now on, :meth:`step` calls ``updated`` at its end."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use ``masters``, float32 tensors by canonical name, as master weights of 16-bit parameters. Missing
-        master weights are copied from the parameters."""
+        """Use the float32 tensors in ``masters``, by canonical name, as master weights of 16-bit parameters.
+        Other master weights are copied from their parameters when they are first needed."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
     def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient. If ``weight_decay`` is None, the weight decay of the
-        previous step applies."""
+        """Update all parameters that have a gradient. If ``weight_decay`` is None, the last weight decay
+        applies again."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
         for each in self._members:
@@ -114,8 +115,8 @@ class Optimizer:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """Return the optimizer's state tensors by (canonical parameter name, state name). Missing states are
-        created. Master weights are included."""
+        """Return the optimizer's state tensors, including master weights, by (canonical parameter name, state
+        name). States that do not exist yet are created."""
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}
@@ -241,8 +242,9 @@ def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: floa
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: Callable[[str], Any], *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices, for a rule that is not elementwise. All ranks that share a
-    matrix must call this."""
+    """Apply ``rule.update`` to whole matrices, for a rule that is not elementwise. Tensor-parallel ranks that
+    share a matrix gather it; one of them updates it, and all keep their slices of the result. All these ranks
+    must call this."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:
@@ -259,7 +261,7 @@ def update_whole(
         for view in members:
             placement, source = view.spec.placement(axis), group.ranks[owners[view.name]]
             dim = placement.dim if isinstance(placement, Shard) else None
-            # The owner of the matrix updates it and broadcasts it; each rank keeps its slice of the result.
+            # The rank assigned to the matrix updates it and broadcasts the result.
             whole = _gathered(view, dim, group)
             if source == group.ranks[group.rank]:
                 rule.update([whole], lr=lr, weight_decay=weight_decay)

@@ -52,7 +52,8 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """A parameter group as ``--check`` prints it, with the settings that differ from ``Optimizer``."""
+    """A row in the table of parameter groups that ``--check`` prints. ``names`` are the parameters;
+    ``settings`` lists the settings of the group that differ from their defaults."""
 
     name: str
     optimizer: str
@@ -68,7 +69,7 @@ def group_rows(
     ``Optimizer.groups``, then for all other parameters of the model.
 
     Args:
-        origins: the place of each configuration key that was set, for error messages.
+        origins: the place where each configuration key was set, for error messages.
 
     Raises:
         ConfigError: a group or one of its patterns matches no trainable parameter, or Muon has no matrix to

@@ -1,4 +1,4 @@
-"""The interface of an optimizer's update rules, and of the states that the rules keep."""
+"""Base classes of an optimizer's update rules, and declarations of the states that the rules keep."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StateSpec:
 
 @dataclass
 class ParamView:
-    """A parameter as an update rule sees it. The tensors are usually float32. All have the parameter's shape,
-    except states that are a single number.
+    """One parameter with its gradient and states, as the input of an update rule. The tensors are usually
+    float32. All have the parameter's shape, except states that are a single number.
 
     Attributes:
         spec: the parameter's declaration; None if the optimizer is used without a model.
@@ -55,12 +55,12 @@ class ParamView:
 
 
 class Rule(ABC):
-    """An update rule.
+    """Base class of update rules, such as AdamW. A rule changes parameters and states, given the gradients.
 
     Attributes:
         states: the states that the rule keeps for each parameter.
-        needs_whole: whether the rule needs whole matrices. If so, under tensor parallelism, one of the ranks
-            that share a matrix updates the whole matrix.
+        needs_whole: whether the rule needs whole matrices. If True, one of the tensor-parallel ranks that
+            share a matrix updates the whole matrix.
         rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
         fused: whether fused kernels are in use.
         cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
@@ -76,11 +76,11 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
-        """Update values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
+        """Update values and states in place, with ``add_``, ``subtract_``, ``scale_`` and the like.
 
         Args:
-            group: parameters with gradients. A step can call this several times, for different parameters of
-                one group.
+            group: parameters that have gradients. One step can update the parameters of a :class:`Group` in
+                several calls.
             weight_decay: weight decay of this step; 0 for biases and norm gains, unless
                 :attr:`Group.weight_decay` is set.
         """
@@ -106,8 +106,8 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        takes: returns whether the group accepts a parameter. A parameter belongs to the first group that
-            accepts it.
+        takes: function that returns whether the group accepts a parameter. A parameter belongs to the first
+            group that accepts it.
         lr_factor: factor of the step's learning rate.
         weight_decay: weight decay of all parameters of the group. None: the step's weight decay, and 0 for
             biases and norm gains.

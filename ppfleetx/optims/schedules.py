@@ -1,10 +1,10 @@
-"""Learning-rate and weight-decay schedules as pure functions of the optimizer step, which counts from 1, or
-of the number of training samples up to the end of a step. The formulas are from Megatron's parameter
-scheduler.
+"""Learning-rate and weight-decay schedules: pure functions of a position n. The position is the number of an
+optimizer step, counted from 1, or the number of training samples up to the end of the step. The formulas are
+from Megatron's parameter scheduler.
 
-After the warm-up, a decay function ``(n, schedule) -> rate`` gives the learning rate of step (or sample) n.
-After ``decay_steps``, the rate is ``min_lr``, unless the function is registered with
-``ScheduleTraits(decays=False)``.
+Between the warm-up and ``decay_steps``, a decay function ``(n, schedule) -> rate`` gives the learning rate.
+After ``decay_steps``, the rate is ``min_lr``. A decay function that is registered with
+``ScheduleTraits(decays=False)`` gives the rate after ``decay_steps``, too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Schedule:
     """All settings that determine the learning rate and weight decay of each step. Checkpoints store them.
 
     After ``decay_steps``, the learning rate stays at ``min_lr``, unless ``decay_style`` is registered with
-    ``decays=False``. All lengths count the same ``unit``: ``step`` or ``sample``.
+    ``decays=False``. ``unit`` is the unit of all lengths: ``step`` or ``sample``.
 
     Raises:
-        ConfigError: the lengths of warm-up and decay do not fit together.
+        ConfigError: ``warmup_steps`` is greater than ``decay_steps``, or ``wsd_decay_steps`` is not between 1
+            and their difference.
     """
 
     max_lr: float
     min_lr: float = 0.0
-    # not an integer if it is configured as a fraction of the decay
+    # can be fractional, because it can be configured as a fraction of decay_steps
     warmup_steps: float = 0.0
     decay_steps: int = 1
     decay_style: str = "cosine"
@@ -61,7 +62,8 @@ class Schedule:
             raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=self.wsd_decay_steps)
 
     def position(self, *, steps: int, samples: int) -> int:
-        """Return the position of a step in the schedule: the number of steps or of samples up to its end."""
+        """Return the position in the schedule after ``steps`` steps with ``samples`` samples in total, in the
+        schedule's ``unit``."""
         return samples if self.unit == "sample" else steps
 
     def lr(self, step: int) -> float:
@@ -136,7 +138,7 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
             ``checkpoint`` selects ``saved``, and ``strict`` requires that both are equal.
 
     Raises:
-        CheckpointError: both differ under ``strict``, or ``saved`` is needed and cannot be read.
+        CheckpointError: the schedules differ under ``strict``, or ``saved`` is needed and cannot be read.
     """
     if isinstance(saved, Mapping):
         saved = _of_this_version(saved)
@@ -167,7 +169,7 @@ def _of_this_version(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
-    """Build the schedule of section ``Optimizer``.
+    """Build the schedule that section ``Optimizer`` configures.
 
     Args:
         length: number of optimizer steps of the run, or of training samples if the schedule counts samples
@@ -175,8 +177,8 @@ def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
             ``decay_steps``.
 
     Raises:
-        ConfigError: the lengths do not fit together, or the learning rate is not valid at the first step
-            after the warm-up or at step ``decay_steps``.
+        ConfigError: the lengths contradict each other (:class:`Schedule`), or the decay function returns an
+            invalid learning rate at the first step after the warm-up or at step ``decay_steps``.
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or length
@@ -220,8 +222,8 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
     "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
     "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
 }
-"""Functions by decay style. Each returns the remaining fraction of ``max_lr - min_lr`` after the fraction u
-of the final decay."""
+"""Functions of u, the completed fraction of the final decay, by ``wsd_decay_style``. They return the
+remaining fraction of ``max_lr - min_lr``."""
 
 
 def cosine(n: int, schedule: Schedule) -> float:
@@ -236,7 +238,7 @@ def linear(n: int, schedule: Schedule) -> float:
 
 
 def constant(n: int, schedule: Schedule) -> float:
-    """Stay at `max_lr` at every step after the warm-up."""
+    """Return `max_lr` for every step after the warm-up."""
     return schedule.max_lr
 
 

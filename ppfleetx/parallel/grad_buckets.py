@@ -1,5 +1,5 @@
-"""Gradient reductions that overlap the backward pass. Parameters are grouped into buckets in reverse model
-order. A bucket is sent when all its gradients are complete."""
+"""Gradient reductions that overlap the backward pass. Parameters are grouped into buckets, in reverse model
+order. The gradients of a bucket are sent as soon as all of them are complete."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ Start = Callable[[paddle.Tensor], Any]
 
 
 BUCKETS_IN_SIZE = 2
-"""Number of buckets that ``Distributed.bucket_size`` holds: one is in transit while the next one fills up."""
+"""Number of buckets whose total size is ``Distributed.bucket_size``: one is in transit while the next one
+fills up. In sharding stages 2 and 3, ``bucket_size`` is the size of one bucket."""
 
 _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Sends complete buckets of gradients in the order of ``buckets``, by calling ``send`` with the bucket's
-    index. With ``each_pass``, each bucket is sent for every backward pass of a step, otherwise once per step.
-    No parameter may be in two buckets."""
+    """Calls ``send`` with the index of each bucket when all gradients of the bucket are complete, in the
+    order of ``buckets``.
+
+    Args:
+        buckets: the parameters of each bucket. A parameter can be in only one bucket.
+        each_pass: whether each bucket is sent after every backward pass of a step; False: once per step.
+    """
 
     def __init__(
         self,
@@ -37,8 +42,8 @@ class SendOrder:
     ) -> None:
         # All ranks send in this order, as collectives require.
         self._buckets, self._send, self._each_pass = buckets, send, each_pass
-        # How many times one pass adds to a gradient, by the parameter's id: more than once with
-        # recomputation.
+        # Number of times that one backward pass adds to a gradient, by the parameter's id. With
+        # recomputation, it can be more than one.
         self._per_pass: dict[int, int] = {}
         self._is_first_step = True
         self.begin(0)
@@ -49,8 +54,8 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Report that ``passes`` backward passes of this step are complete for ``parameters``, and send the
-        buckets that are complete. Missing gradients are sent as zero."""
+        """Record that ``passes`` backward passes of this step have finished for ``parameters``, and send the
+        buckets that are now complete. Missing gradients are sent as zeros."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
@@ -62,7 +67,7 @@ class SendOrder:
         if not self._num_passes:
             return
         if self._is_first_step and self._each_pass:
-            # A gradient that arrives in several parts may have been sent too early: send the remainder.
+            # A gradient to which a pass adds several times may have been sent too early. Send the remainder.
             for index in range(len(self._buckets)):
                 self._send(index)
         self._is_first_step = False
@@ -106,7 +111,7 @@ class SendOrder:
 
 class Bucket(NamedTuple):
     """Parameters whose gradients are reduced in one message. ``start`` starts the reduction, and ``done`` is
-    called when it is complete."""
+    called when the reduction is complete."""
 
     parameters: Sequence[paddle.Tensor]
     start: Start
@@ -114,8 +119,8 @@ class Bucket(NamedTuple):
 
 
 class BucketSums:
-    """Reduces the gradients of each bucket once per step, in the order of ``buckets``. No parameter may be in
-    two buckets."""
+    """Reduces the gradients of each bucket once per step, in the order of ``buckets``. A parameter can be in
+    only one bucket."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
@@ -148,9 +153,9 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """Split parameters into buckets of up to ``nbytes``. A parameter of ``nbytes`` or more gets a bucket of
-    its own. All parameters of a bucket have the same dtype and the same ``key(parameter)``. Returns (key,
-    parameters) for each bucket, sorted by the place of the bucket's last parameter in ``parameters``."""
+    """Split parameters into buckets of up to ``nbytes``. A parameter of ``nbytes`` or more gets its own
+    bucket. All parameters of a bucket have the same dtype and the same ``key(parameter)``. Returns (key,
+    parameters) for each bucket, sorted by the position of the bucket's last parameter in ``parameters``."""
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:

@@ -1,5 +1,5 @@
-"""Reduce the gradients of all ranks to the gradients of the whole job, once per step. Gradients are summed,
-because the loss of each rank is already divided by the job's number of valid tokens."""
+"""Sum the gradients of all ranks, once per step. The sums are the gradients of the whole job, because the
+loss of each rank is already divided by the job's number of valid tokens."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class GradientSync:
         self._early: set[int] = set()  # ids of parameters whose gradients are summed in the backward pass
         self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
         mesh = ctx.mesh
-        # Copies of a parameter need bitwise equal gradients, but ranks or groups that compute the same sum
-        # may differ in the last bit on GPUs. So sums run over one group at a time, in the order of
+        # Copies of a parameter need bitwise equal gradients, but ranks or groups that compute the same sum on
+        # GPUs can get different last bits. Therefore sums run over one group at a time, in the order of
         # nn/param_spec.py, and gradients that tensor-parallel ranks share are made equal at the end.
         self._rounds = self._grouped(lambda p: self._sums_of(p)[int(id(p) in self._early) :])
         self._equal = self._grouped(lambda p: [axes for axes in [kept_equal_over(p.spec, mesh)] if axes])
@@ -87,8 +87,8 @@ class GradientSync:
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
         """Group this rank's parameters by process group. Returns (process group, parameters) pairs in the
-        order in which the collectives run. ``axes_of`` returns the process groups of a parameter as tuples of
-        axes; there may be several or none."""
+        order in which the collectives run. ``axes_of`` returns the process groups of a parameter, if any, as
+        tuples of axes."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -119,8 +119,8 @@ class GradientSync:
                 sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
-        """Finish the gradient reduction after the backward passes. Afterwards, each parameter has the
-        gradient of the whole job; with sharding, only on the rank that owns the parameter."""
+        """Finish the gradient reduction after the backward passes. Each parameter then has the gradient of
+        the whole job; with sharding, only on the rank that owns the parameter."""
         if self._sums is not None:
             self._sums.finish()
         if self._sharding is not None:
@@ -132,8 +132,8 @@ class GradientSync:
             equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """Return the gradient norm of the whole model, a float64 scalar on the device. Each parameter counts
-        once."""
+        """Return the gradient norm of the whole model as a float64 scalar on the device. A parameter that
+        several ranks hold counts once."""
         mesh = self._ctx.mesh
         squares = [
             self._ctx.sum_tensor_over(norm_axes(view, mesh), squared_norm(counted, self.ops))
@@ -153,8 +153,8 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Call ``chosen``, which is :func:`counts` or :func:`writes` of :mod:`ppfleetx.nn.param_spec`, for
-        ``parameter`` on this rank, and return the result."""
+        """Return whether this rank owns the parameter and is the rank that ``chosen`` selects among the ranks
+        with copies of it. ``chosen`` is :func:`counts` or :func:`writes` of :mod:`ppfleetx.nn.param_spec`."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0

@@ -1,8 +1,9 @@
 """Mixed precision: 16-bit compute, float32 master weights, loss scaling.
 
-At level O1, parameters and gradients are float32, and ``auto_cast`` runs the operations of its list in 16
-bits. At level O2, parameters and usually activations are 16-bit, and the optimizer updates float32 master
-weights. On a CPU, both levels only round the operands of matmuls with weights and of attention to bfloat16.
+At level O1, parameters and gradients are float32, and ``auto_cast`` runs the operations of its white list in
+16 bits. At level O2, parameters and usually activations are 16-bit, and the optimizer updates float32 master
+weights. On a CPU, both levels do the same: the operands of attention, and of matmuls with weights, are
+rounded to bfloat16, and everything else is float32.
 """
 
 from __future__ import annotations
@@ -54,12 +55,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the scale can become smaller. If not, skipping a step after an overflow cannot help."""
+        """Whether the scale can become smaller. If it cannot, skipping a step with overflow does not help."""
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Set the loss scale for the next step. ``overflow``: whether the gradients of this step
-        overflowed."""
+        """Set the loss scale for the next step. ``overflow`` is True if gradients of this step overflowed."""
         if not self.dynamic:
             return
         if overflow:
@@ -69,7 +69,7 @@ class LossScaler:
                 self.scale = max(self.scale * BACKOFF, self._min_scale)
             return
         self._quiet_steps += 1
-        if self._quiet_steps >= self.window:  # above it after a resume with a shorter window
+        if self._quiet_steps >= self.window:  # greater after a resume with a shorter window
             self._quiet_steps, self._tolerated = 0, self.hysteresis
             self.scale *= GROWTH
 
@@ -90,10 +90,9 @@ class Precision:
 
     Attributes:
         scaler: the loss scaler; None if no loss scale is needed.
-        matmuls_only: whether only matmuls with weights and attention are computed in 16 bits, and all
-            else in float32. This is so on CPUs.
-        cached_casts: returns a context manager that caches the 16-bit copies of weights for reuse. Parameters
-            must not change inside it.
+        matmuls_only: whether only attention, and matmuls with weights, are computed in 16 bits, as on a CPU.
+        cached_casts: function that returns a context manager, inside which the 16-bit copy of each weight is
+            made once and reused. Parameters must not change inside it.
 
     Raises:
         ConfigError: the device cannot compute in the configured dtype, and ``enable`` is not ``auto``.
@@ -143,8 +142,8 @@ class Precision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context manager for forward passes that chooses the dtype of each operation, by the level and the
-        operation lists of the configuration."""
+        """Context manager for forward passes. Inside it, the configured level and operation lists determine
+        the dtype of each operation."""
         if not self._cfg.enable or (self.matmuls_only and self._cfg.matmuls_in_float32):
             yield
             return
@@ -164,9 +163,9 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """Convert the parameters to 16 bits in place (O2), except those that must stay float32 or are
-        quantized. Returns the parameters that need float32 master weights; none if ``train`` is False. Call
-        this before the parameters have memory or hooks."""
+        """At level O2, convert the parameters to 16 bits in place, except parameters that must stay float32
+        or are quantized. Returns the parameters that need float32 master weights; none if ``train`` is False.
+        Call this before the parameters have memory or hooks."""
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
             return with_masters
@@ -193,7 +192,7 @@ class Precision:
         """Divide gradients by the loss scale, in place, after their reduction. The result is float32."""
         if self.lowers_parameters:
             for parameter in parameters:
-                add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits
+                add_to_main_gradient(parameter)  # gradients summed in 16 bits: main_grad_fp32 is off
         if self.loss_scale != 1.0:
             found = [gradient_of(parameter) for parameter in parameters]
             gradients = [gradient for gradient in found if gradient is not None]

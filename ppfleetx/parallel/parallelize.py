@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> StepRunner:
-    """Build the model of ``module`` under the plan of ``ctx``, and return its runner. Without ``train``,
-    the runner has no optimizer, and the caller must load the weights before running the model.
+    """Build the model of ``module`` under the parallel plan of ``ctx``, and return a runner for it. If
+    ``train`` is False, the runner has no optimizer, and the caller must load the weights before running the
+    model.
 
     Raises:
-        ConfigError: for example if, in training, ``Model.loss_chunks`` is above 1, but the task's loss needs
-            whole logits.
+        ConfigError: the configuration does not fit the task or the device. For example, training with
+            ``Model.loss_chunks`` above 1 is not possible if the loss of the task needs whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_chunks:
         raise ConfigError(
@@ -59,7 +60,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     precision = Precision(cfg.Engine.mix_precision)
     factory.fused = _fused_ops(cfg, ctx, precision, train)
     if train:
-        # Sharding stage 3 frees values after each use, so 16-bit copies must not outlive them.
+        # Sharding stage 3 frees values after each use. Cached 16-bit copies would remain in memory.
         keeps = precision.matmuls_only and ctx.plan.sharding_stage != 3
         casts = "weight_cast" in factory.fused.taken or keeps
         defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
@@ -118,7 +119,7 @@ def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
         return with_quantized_weights(stages, cfg.Compress.Weights, factory)
-    # with adapters, input scales are frozen like the base weights
+    # With LoRA adapters, input scales are frozen like the base weights.
     return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
 
 
@@ -141,8 +142,8 @@ def _optimizer_and_sync(
     factory: LayerFactory,
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
-    """Convert the parameters to their final dtypes and initialize them. Return the optimizer of the
-    parameters that this rank updates (None without ``train``), and the object that reduces gradients."""
+    """Convert the parameters to their final dtypes, and initialize them. Return the optimizer of the
+    parameters that this rank updates (None if ``train`` is False), and the object that reduces gradients."""
     parameters = model.parameters()
     ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
@@ -217,10 +218,10 @@ def initialize_parameters(
     """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
     Args:
-        seed: seed of the initial values; None fills with constants or zeros, because a checkpoint will be
-            loaded.
+        seed: seed of the initial values. None if a checkpoint will be loaded: parameters are then filled with
+            constants or zeros.
         with_masters: parameters that need float32 master weights.
-        sharding: decides which values this rank keeps; None keeps all.
+        sharding: decides which values this rank keeps; None: the rank keeps all.
         masters_on_host: whether the returned values are in host memory.
 
     Returns:
@@ -228,7 +229,8 @@ def initialize_parameters(
     """
     masters: dict[str, paddle.Tensor] = {}
     wanted = {id(p) for p in with_masters if sharding is None or sharding.owns(p)}
-    # One at a time: a rank never holds more than the values it keeps plus one parameter in float32.
+    # Parameters are initialized one at a time, so that a rank never holds more than the values that it keeps
+    # and one parameter in float32.
     for parameter in parameters:
         if parameter._is_initialized() or not (sharding is None or sharding.holds(parameter)):
             continue

@@ -1,4 +1,5 @@
-"""Sharding stages 1 and 2: the owner of a parameter sends its new values to the other ranks."""
+"""Sharding stages 1 and 2: after an update, the owner of each parameter sends the new values to the other
+ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
 
 SMALL_BYTES = 256 << 10
-"""Parameters smaller than this many bytes are packed, because a message of this size costs more latency than
-transfer time."""
+"""Parameters smaller than this many bytes are packed into common messages, because the latency of a small
+message exceeds its transfer time."""
 
 
 class ParamBroadcast:
-    """The owner of a parameter broadcasts its new values after an update. Code other than
-    forward passes must call :meth:`finish` before it reads parameters.
+    """Broadcasts the new values of each parameter from its owner after an update. Code other than forward
+    passes must call :meth:`finish` before it reads parameters.
 
     Args:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
-        layers: layers whose forward pass waits for their new values; None: :meth:`updated` waits for all.
+        layers: layers that wait for their new values at the start of their forward pass; None:
+            :meth:`updated` waits for all values.
         packed_bytes: maximum total size of all small parameters that are packed into common messages.
     """
 
@@ -39,8 +41,9 @@ class ParamBroadcast:
         self._overlaps = layers is not None
         self._packed: list[Packed] = []
         self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order of sending
-        # Small parameters (norms, biases) of an owner share a message, which is sent first. The others are
-        # received in their own memory, as in Paddle's `DygraphShardingOptimizer` with `broadcast_overlap`.
+        # Small parameters (norms, biases) of an owner share a message, which is sent first. Other parameters
+        # are received directly in their own memory, as in Paddle's `DygraphShardingOptimizer` with
+        # `broadcast_overlap`.
         small, size = [], 0
         shared = [p for p in parameters if owning.group_of(p) is not None]
         for parameter in shared:
@@ -56,8 +59,8 @@ class ParamBroadcast:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """Broadcast the new values after an update. If broadcasts overlap the next forward pass, only start
-        them."""
+        """Broadcast the new values after an update. If broadcasts overlap the next forward pass, start them
+        without waiting."""
         self.finish()
         for members in self._small:
             for dtype in dict.fromkeys(p.dtype for p in members):

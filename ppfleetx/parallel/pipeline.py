@@ -1,5 +1,5 @@
-"""Pipeline parallelism with Paddle's schedules (1F1B, interleaved). Paddle transfers activations and orders
-the passes. This module does the rest, such as initial values, tied weights and update."""
+"""Pipeline parallelism with Paddle's pipeline classes, which transfer activations and order the passes. This
+module divides the model into chunks, and runs the optimizer steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _INPUTS = ("tokens", "position_ids", "document_start")  # inputs of the first st
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
     """Return the index of each chunk's first stage, followed by ``num_stages``. Chunk c consists of
-    consecutive stages, and is on pipeline rank ``c % pp``."""
+    consecutive stages of the model, and is on pipeline rank ``c % pp``."""
     # The first chunk also has the embedding, and the last one the final norm and the head.
     ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
     return [0, *ends[:-1], num_stages]
@@ -48,8 +48,8 @@ class StageDesc(LayerDesc):
         layer = build_stage(self.stage, None, empty=True)
         layer.index_in_model = self.index
         for parameter in layer.parameters():
-            # Keep fleet from broadcasting the values to replicas, which doubles the memory. Every rank draws
-            # the same values itself.
+            # Keep fleet from broadcasting the values to replicas, which would double the memory. All replicas
+            # initialize the parameter from the same seed.
             parameter.no_sync = True
         if self._ends_chunk:
             # Paddle frees tensors after sending them, including position ids that the backward pass still
@@ -63,15 +63,15 @@ def _copy_passengers(_: Any, __: Any, state: tuple[paddle.Tensor, ...]) -> tuple
 
 
 class IdentityStage(paddle.nn.Layer):
-    """An identity layer for chunks without stages, because Paddle requires at least one layer per chunk."""
+    """An identity layer for chunks without stages. Paddle requires at least one layer per chunk."""
 
     def forward(self, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
         return tuple(tensor.clone() for tensor in state)
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's pipeline container, divided into chunks by ``plan``. Chunks may have different numbers of
-    layers. Parameters are created without memory."""
+    """Paddle's container of this rank's pipeline stages. ``plan`` divides the model into chunks, which can
+    have different numbers of layers. Parameters are created without memory."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class StagePipeline(PipelineLayer):
             layers=layers,
             topology=fleet.get_hybrid_communicate_group().topology(),
             loss_fn=loss_fn,
-            # Virtual stages require this form; the two methods below override the segmentation.
+            # Paddle requires this format for virtual stages. The two methods below override the segmentation.
             seg_method="layer:Block",
             num_virtual_pipeline_stages=plan.virtual_pp_degree if plan.virtual_pp_degree > 1 else None,
         )
@@ -111,11 +111,12 @@ class StagePipeline(PipelineLayer):
 
 
 class PipelineRunner(StepRunner):
-    """Runs this rank's pipeline stages in the order of Paddle's schedule.
+    """Runs the steps of a model that is divided into pipeline stages.
 
     Args:
-        pipeline: result of ``fleet.distributed_model`` for a :class:`StagePipeline`.
-        loss: the loss function of that :class:`StagePipeline`.
+        pipeline: the Paddle pipeline that runs a :class:`StagePipeline`, such as the result of
+            ``fleet.distributed_model``.
+        loss: the loss function of the :class:`StagePipeline`.
     """
 
     def __init__(
@@ -148,17 +149,18 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Prepare Paddle's pipeline for the number and the shapes of these micro batches."""
+        """Set the number of micro batches in Paddle's pipeline, and select the cached message shapes for
+        inputs of this shape."""
         self._pipeline.accumulate_steps = len(micro_batches)
-        # Neighbors exchange message shapes only in the first pass with a mode and an input shape. All ranks
-        # of a pipeline agree on this, because they read the same batch.
+        # For each mode (training or evaluation) and input shape, neighbors exchange message shapes only in
+        # the first pass. All ranks of a pipeline do this in the same pass, because they read the same batch.
         inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
-        kind = (self._model.training, inputs)  # in training, some tensors sent have gradients
+        kind = (self._model.training, inputs)  # in training, some of the sent tensors need gradients
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _with_repeats(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Repeat the last micro batch until the number of micro batches is a multiple of the pipeline degree,
-        as virtual stages require. Repetitions do not count in the loss."""
+        as virtual stages require. The repeated micro batches do not count in the loss."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -166,10 +168,10 @@ class PipelineRunner(StepRunner):
 
 
 class PipelineLoss:
-    """The task's loss as the loss function of a pipeline, called after the last stage.
+    """The loss of a task as the loss function of Paddle's pipeline, which calls it after the last stage.
 
     Args:
-        factory: the layer factory of the plan, which handles sliced logits.
+        factory: the layer factory, whose ``token_loss`` and ``token_scores`` handle sliced logits.
     """
 
     def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
@@ -178,13 +180,13 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """Prepare for a series of micro batches. The losses of the first ``count`` micro batches are added to
-        ``sums``. Losses returned to Paddle are multiplied by ``scale``."""
+        """Prepare for the micro batches of a step. The losses of the first ``count`` micro batches are added
+        to ``sums``. Losses returned to Paddle are multiplied by ``scale``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
         found = as_loss_output(self.module.loss(logits, batch, self.factory), self.module)
-        if self._left > 0:  # the other micro batches only fill up the schedule
+        if self._left > 0:  # the remaining micro batches are repetitions
             self._sums.add(found)
         self._left -= 1
         # In an evaluation the loss is float64, which Paddle cannot send to other stages.

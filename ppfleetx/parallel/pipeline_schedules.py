@@ -1,10 +1,12 @@
-"""Schedules for Paddle's pipeline: ZB-H1 and 1F1B, executed from a list of passes (:func:`order_of`), and the
-two cases in which messages in Paddle's own order would deadlock or be mixed up: device plugins
-(:func:`take_turns`), and virtual stages on two ranks (:func:`interleave_two_stages`).
+"""Pipeline schedules in addition to Paddle's, and corrections of Paddle's schedules.
+
+:class:`ListedPipeline` runs ZB-H1 or 1F1B from a list of passes (:func:`order_of`). The corrections change
+the order of messages. On device plugins, Paddle's order can deadlock (:func:`take_turns`). With virtual
+stages on two ranks, it would mix up activations and gradients (:func:`interleave_two_stages`).
 
 In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), a backward pass has two parts. B computes the
-gradients of inputs, which the previous stage waits for. W computes the gradients of weights, and fills the
-idle time of 1F1B.
+gradients of inputs, which the previous stage needs next. W computes the gradients of weights, in time that is
+idle in 1F1B.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ppfleetx.nn.matmul import Matmul
 
 @dataclass
 class Receive:
-    """A receive from a neighboring pipeline stage, in progress."""
+    """An unfinished receive from a neighboring pipeline stage."""
 
     tensors: Any
     tasks: list[Any]
@@ -44,7 +46,7 @@ class Receive:
 
 @dataclass
 class _Sent:
-    """A send that may be in progress, with the tensors that must be kept until it is complete."""
+    """A started send, with the tensors that must be kept in memory until it is complete."""
 
     # Paddle may free them too early: when one NCCL task is awaited, it forgets which streams still read
     # memory (`NCCLTask::RemoveHolderStreamInGroup`).
@@ -57,8 +59,8 @@ class ListedPipeline(PipelineParallel):
 
     Args:
         model: the stages of this rank.
-        matmul: computes the matmuls with these stages' weights. If it defers weight gradients, the schedule
-            is ZB-H1, otherwise 1F1B.
+        matmul: computes the matmuls with the weights of ``model``. If it defers weight gradients, the
+            schedule is ZB-H1, otherwise 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
@@ -120,14 +122,15 @@ class ListedPipeline(PipelineParallel):
     def _backward(self, work: Pass) -> None:
         coming = self._fetch_upstream()
         gradient = self._input_gradient(None if coming is None else coming.wait(), work)
-        # As in Paddle's 1F1B, start to receive before sending: the previous stage sends this input before it
-        # receives the gradient. So messages match even if a send waits for its receive, as on a GPU.
+        # As in Paddle's 1F1B, start to receive before sending, because the previous stage sends this input
+        # before it receives the gradient. Messages then match even if a send waits for its receive, as on a
+        # GPU.
         self._input = self._fetch_input() if self._follows(work, "F") else None
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """Run the backward pass of the oldest micro batch in progress, in ZB-H1 without the weight gradients.
-        Return the gradient of the stage's input."""
+        """Run the backward pass of the oldest micro batch in progress, and return the gradient of the stage's
+        input. In ZB-H1, weight gradients are left for later."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()
@@ -141,7 +144,8 @@ class ListedPipeline(PipelineParallel):
         return Receive(tensors, tasks)
 
     def _fetch_upstream(self) -> Receive | None:
-        """Start to receive the gradient of an output from the next stage. Returns None on the last stage."""
+        """Start to receive the gradient of this stage's output from the next stage. Returns None on the last
+        stage."""
         if self._is_last:
             return None
         _, tensors, tasks = self._start(recv_next=True)
@@ -179,8 +183,8 @@ class ListedPipeline(PipelineParallel):
 
 
 class AsyncPipeline(ListedPipeline):
-    """A 1F1B pipeline that overlaps its messages with computation. It holds one more activation than a
-    pipeline without this overlap."""
+    """A 1F1B pipeline that overlaps its messages with computation. It needs memory for one more activation
+    than a pipeline without this overlap."""
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
         super().__init__(model, matmul)
@@ -215,8 +219,9 @@ _ODD = ("recv prev", "send next", "recv next", "send prev")
 
 
 def take_turns() -> None:
-    """Patch Paddle's pipeline schedules so that, of two neighbors that exchange messages, one sends first and
-    the other receives first. If both did the same first, they could deadlock on device plugins."""
+    """Patch Paddle's pipeline schedules so that, in an exchange of messages, stages with even numbers send
+    first and stages with odd numbers receive first. On device plugins, neighbors that both send first, or
+    both receive first, can deadlock."""
     if not hasattr(p2p.batch_send_recv_on_calc_stream, "in_any_order"):
         batch = p2p.batch_send_recv_on_calc_stream
 
@@ -231,7 +236,8 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     """Return the messages of one exchange in the order in which this rank must start them.
 
     Args:
-        messages: each has ``op``, Paddle's function that sends or receives, and ``peer``, a global rank.
+        messages: sends and receives. Each has ``op``, the Paddle function to call, and ``peer``, a global
+            rank.
         hcg: fleet's hybrid communicate group.
     """
     is_odd = hcg.get_stage_id() % 2 == 1
@@ -240,7 +246,8 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     def place(message: Any) -> int:
         what = "send" if message.op is p2p._send_on_calc_stream else "recv"
         next_rank, previous = hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()
-        # With two stages, both neighbors are the same rank, so that the peer does not tell the direction.
+        # With two stages, the previous and the next rank are the same, so the peer does not give the
+        # direction.
         is_previous = message.peer == previous and (next_rank != previous or is_odd)
         return order.index(f"{what} {'prev' if is_previous else 'next'}")
 
@@ -252,8 +259,8 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
     """Build a pipeline with virtual stages on two ranks, which ``fleet.distributed_model`` rejects. The
-    schedule is Paddle's interleaved 1F1B; as in Paddle, with fewer than four micro batches all forward passes
-    run first."""
+    schedule is Paddle's interleaved 1F1B. With fewer than four micro batches, all forward passes run first,
+    as in Paddle."""
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
     return schedule(model, hcg, strategy=fleet.fleet._user_defined_strategy)

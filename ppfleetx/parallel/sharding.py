@@ -1,8 +1,8 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-One rank owns each parameter as a whole. From stage 1 on, only this owner keeps the parameter's optimizer
-states and updates it. From stage 2 on, most gradients are kept only by the owner between backward passes. In
-stage 3, only the owner keeps the parameter's values between uses (``zero3.py``).
+Each parameter is owned as a whole by one rank. In every stage, only the owner keeps the optimizer states of
+the parameter and updates it. In stages 2 and 3, most gradients are kept only by the owner between backward
+passes. In stage 3, only the owner keeps the values between uses (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES_IN_FLIGHT = 2
 """The largest number of gradient messages in transit in stages 2 and 3. Two messages to different owners use
-both directions of a link. More messages would hold gradients in memory that these stages are meant to
-free."""
+both directions of a link. Each further message would keep more gradients in memory."""
 
 
 class Sharding:
@@ -42,7 +41,7 @@ class Sharding:
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
         ctx: this process's place in the job, with the process groups of the owners.
-        frozen: this rank's frozen parameters. They have owners, too.
+        frozen: this rank's frozen parameters. They also have owners, for stage 3.
         bucket_bytes: approximate size of the gradient messages that overlap the backward pass; None: no
             overlap.
     """
@@ -59,7 +58,7 @@ class Sharding:
         both = [*frozen, *parameters]
         self._axes_of = {p.info.name: owner_axes(p.spec, ctx.mesh) for p in both}
         self._group_of = {name: ctx.group_over(axes) for name, axes in self._axes_of.items()}
-        # Distribute trainable and frozen parameters separately, so that states and values are both balanced.
+        # Assign trainable and frozen parameters separately, to balance both optimizer states and values.
         self.owners = {**self._assign_owners(frozen), **self._assign_owners(parameters)}
         self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
@@ -77,7 +76,7 @@ class Sharding:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
         else:
             late += early
-        # Gradients sent at the end of a step. Experts can have many, so they are cut into buckets, too.
+        # Gradients sent at the end of a step. They are also cut into buckets, because experts have many.
         pieces = cut(late, bucket_bytes or BUCKET_BYTES, self._bucket_key)
         self._late = [bucket for _, bucket in pieces]
 
@@ -98,12 +97,12 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """Return the process group of the ranks among which the parameter is sharded; None if this is the
-        only rank."""
+        """Return the process group of the ranks among which the ownership of parameters is divided; None if
+        this rank is the only one."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
-        """Return the owner's rank within the process group of the ranks that share the parameter."""
+        """Return the owner of the parameter, as a rank within :meth:`group_of`."""
         return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
@@ -114,15 +113,15 @@ class Sharding:
         return self._stage < 3 or self.owns(parameter)
 
     def _bucket_key(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        """Return what the parameters of a bucket have in common: the axes of the process group, the owner,
-        and the dtype."""
+        """Return the properties that all parameters of a bucket share: the axes of the process group, the
+        owner, and the dtype."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Split parameters into buckets of at least ``nbytes``. Returns the buckets, and the parameters that
-        are left over."""
+        """Split parameters into buckets of at least ``nbytes``. Returns the buckets, and the remaining
+        parameters, which do not fill a bucket."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -158,22 +157,23 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks that report when the gradients of a layer are complete, and then send the complete
-        buckets. Does nothing in stage 1.
+        """Register hooks on ``stages`` that notice when the gradients of a layer are complete, and then send
+        the complete buckets. Does nothing in stage 1.
 
-        In stage 3, a layer is reported as soon as the backward pass has passed it. In stage 2, or if its
-        input is a leaf, it is reported at the end of the backward pass. A layer whose input has no gradient
-        is not reported; :meth:`finish_gradients` sends what is left.
+        In stage 3, a layer counts as complete when the backward pass has computed the gradient of its input.
+        In stage 2, or if the input is a leaf, the layer counts as complete at the end of the backward pass.
+        If the input needs no gradient, only :meth:`finish_gradients` sends the layer's gradients.
 
         Args:
-            when_complete: calls its argument when all weights that the backward pass has reached have their
-                gradients.
+            when_complete: function that calls its argument once the weight gradients exist: immediately, or
+                later if weight gradients are deferred (``Matmul.when_complete``).
         """
         if self._order is None:
             return
         followed: set[int] = set()
         for _, layer in sorted(stages, key=lambda stage: stage[0]):
-            # A shared parameter is complete when the backward pass has reached the first layer that uses it.
+            # A parameter shared by several layers is complete when the backward pass has reached the first of
+            # these layers.
             new = [p for p in layer.parameters() if id(p) not in followed and not p.stop_gradient]
             followed |= {id(parameter) for parameter in new}
             layer.register_forward_pre_hook(partial(self._register_hook, new, when_complete))
@@ -195,12 +195,13 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call``, which needs the gradients of a layer's weights. With ``can_wait``, run it at the end
-        of the backward pass, otherwise immediately."""
-        # When the gradient of the layer's input exists, those of the weights may still be incomplete: Paddle
-        # may add to them later, for example if a cast comes before the matmul. In stage 3, only the first
-        # layer can wait, because ranks must send the gradients of a layer before they fetch the values of the
-        # previous layer. There, more than two such operators end the run with an error.
+        """Run ``call``, which needs the gradients of a layer's weights, at the end of the backward pass. If
+        ``can_wait`` is False, run ``call`` immediately."""
+        # When the gradient of the layer's input exists, the gradients of its weights may be incomplete:
+        # Paddle may add to them later, for example if there is a cast between weight and matmul. In stage 3,
+        # only the first layer can wait, because ranks must send the gradients of a layer before they fetch
+        # the values of the previous layer. If more than two such operators follow a weight in stage 3, the
+        # run ends with an error.
         if not can_wait:
             call()
         else:
@@ -241,7 +242,7 @@ class Sharding:
             reduce_packed([complete_gradient(p) for p in parameters], group, owner)
             self._drop(parameters)
             return
-        # The owner must add micro batches in order, so wait for an earlier one.
+        # The owner must add the gradients of micro batches in order, so wait for earlier reductions.
         while len(self._under_way) == MAX_MESSAGES_IN_FLIGHT or self._is_under_way(parameters):
             self._complete()
         gradients = [take_gradient(p) for p in parameters]

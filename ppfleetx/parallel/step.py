@@ -1,4 +1,5 @@
-"""One optimizer step, the same for every parallel plan, and the runner for plans without a pipeline."""
+"""Base class of runners, which run the optimizer steps of a model, and the runner for parallel plans without
+a pipeline."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class StepOutput:
         grad_norm: global L2 norm of the gradients before clipping.
         loss_scale: loss scale of float16; None without loss scaling.
         skipped: whether the update was skipped, because gradients overflowed or ``StepRunner.judge`` rejected
-            it.
-        metrics: metrics by name, without those whose count is 0. If the step was repeated, they are from its
-            first run.
+            the update.
+        metrics: metrics by name, without metrics whose count is 0. If the gradients were computed twice
+            (:data:`Judge`), the metrics are from the first time.
     """
 
     loss: float
@@ -56,7 +57,7 @@ class StepOutput:
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient is NaN or infinite. The parameters are unchanged by the step."""
+    """The loss or the gradient norm is NaN or infinite. The step has not changed the parameters."""
 
     def __init__(self, what: str, value: float, sample_ids: Sequence[int]) -> None:
         super().__init__(f"{what} is {value}")
@@ -66,15 +67,15 @@ class NonFiniteError(RuntimeError):
 Judge = Callable[[float, float, Callable[[], tuple[float, float]]], tuple[float, float, bool]]
 """A function that decides in each step whether the update is applied.
 
-Called with the loss, the gradient norm, and a function that repeats the step and returns both numbers again.
-Returns the loss and norm to use, and whether to update, the same on all ranks. Without loss scaling, it must
-reject non-finite numbers.
+Its arguments are the loss, the gradient norm, and a function that computes the gradients again and returns
+the new loss and norm. It returns the loss and norm to use, and whether to update, the same on all ranks.
+Without loss scaling, it must reject non-finite numbers.
 """
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Settings of a step besides model, optimizer and plan.
+    """Settings of training steps, apart from model, optimizer and parallel plan.
 
     Attributes:
         clip_norm: maximum global norm of the gradients; 0: no clipping.
@@ -98,10 +99,10 @@ class StepRunner(ABC):
         optimizer: None for a runner that only evaluates.
 
     Attributes:
-        checks: the value of ``Engine.checks``. With ``off``, non-finite numbers are only an error if there is
+        checks: the value of ``Engine.checks``. With ``off``, non-finite numbers raise an error only under
             loss scaling.
-        before_update: called in each step before parameters and optimizer states change.
-        judge: an optional function that can reject the update of a step (:data:`Judge`).
+        before_update: function that is called in each step before parameters and optimizer states change.
+        judge: function that can reject the update of a step (:data:`Judge`), or None.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class StepRunner(ABC):
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
         self._streams.attach(stages)
-        for _, first in stages[:1]:  # a pipeline rank may hold none
+        for _, first in stages[:1]:  # a pipeline rank can have no stage
             first.register_forward_pre_hook(lambda *_: note_micro_batch())
         self._search = NonFiniteSearch(stages)
         self._heads = [layer for _, layer in stages if isinstance(layer, ChunkedHead)]
@@ -146,9 +147,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return this rank's number of tokens or examples in the loss and, if metrics are declared, its
-        numbers of tokens and of sequences. The sums over the job are the divisors of the step's loss and
-        metrics."""
+        """Return this rank's number of tokens (for a classifier, examples) that count in the loss. If metrics
+        are declared, its numbers of valid tokens and of valid sequences follow. The sums over the job are the
+        divisors of the step's loss and metrics."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -169,16 +170,16 @@ class StepRunner(ABC):
             counts: sums of :meth:`count` over the job; None: a collective computes them here.
 
         Raises:
-            NonFiniteError: on every rank, before the update, if the loss or the gradient norm is not finite.
-                With loss scaling, this is an error only if the loss scale cannot shrink; without it, only if
-                ``checks`` are on and ``judge`` is not set.
+            NonFiniteError: the loss or the gradient norm is not finite. Raised on every rank, before the
+                update. With loss scaling, raised only if the loss scale cannot shrink. Without loss scaling,
+                raised only if ``checks`` is not ``off`` and ``judge`` is None.
         """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
         self._streams.begin_step(step)
         self._scales.begin()
-        # Dividing by the job's token count before the backward pass gives every token the same weight under
-        # any plan.
+        # The loss is divided by the job's token count before the backward pass, so that every token has the
+        # same weight under any plan.
         counts = self._count_over_job(micro_batches) if counts is None else counts
         num_valid = max(counts[0], 1.0)
         loss, grad_norm, overflow, metrics = self._gradients(micro_batches, counts)
@@ -190,7 +191,7 @@ class StepRunner(ABC):
             loss, grad_norm, accepted = self.judge(
                 loss, grad_norm, lambda: self._repeat(micro_batches, counts, step)
             )
-        if self._precision.scaler is not None:  # after a possible repetition, which needs the same scale
+        if self._precision.scaler is not None:  # after judge, which can repeat the step with the same scale
             self._precision.scaler.update(overflow)
         if not accepted:
             self._optimizer.clear_grad()
@@ -205,8 +206,8 @@ class StepRunner(ABC):
     def _gradients(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
-        """Compute the step's gradients, summed over the ranks and clipped. Returns the loss, the norm before
-        clipping, whether float16 overflowed on any rank, and the metrics."""
+        """Compute the gradients of a step, summed over the ranks and clipped. Returns the loss, the norm
+        before clipping, whether float16 overflowed on any rank, and the metrics."""
         with self._search if self.checks == "full" else nullcontext():
             self._passes(micro_batches, counts)
         sums = self._sums.over_job()
@@ -232,16 +233,17 @@ class StepRunner(ABC):
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
-        """Compute the gradients of a step again, with unchanged weights and the same dropout, so that
-        :data:`Judge` can compare both runs. Return the loss and the gradient norm."""
+        """Compute the gradients of a step again, with unchanged weights and the same dropout, and return the
+        loss and the gradient norm. :data:`Judge` compares them with the first results."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         """Return the first place on this rank where ``train_step`` produced a non-finite number, or None.
-        After :class:`NonFiniteError`, every rank must call this collective with the arguments of
-        ``train_step``.
+
+        After a :class:`NonFiniteError`, all ranks must call this method, because it is a collective. The
+        arguments must be those of ``train_step``.
         """
         if self.checks != "full":
             # The parameters are unchanged, and dropout depends on the step, so the passes repeat exactly.
@@ -313,15 +315,15 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the head may defer the logits, so that the loss can compute them
-        in chunks (``Model.loss_chunks``)."""
+        """Return a context manager in which the head can return deferred logits, which the loss computes in
+        chunks (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Return whether to apply the update: False if float16 gradients overflowed. Raises NonFiniteError in
-        the cases that :meth:`train_step` describes."""
+        """Return whether to apply the update; False if float16 gradients overflowed. Raises NonFiniteError as
+        described in :meth:`train_step`."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -336,8 +338,8 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Run all forward and backward passes of a step, without waiting for the device. Gradients are
-        computed from the loss divided by ``num_valid``. The undivided loss and the metrics are added to this
+        """Run all forward and backward passes of a step, without waiting for the device. The backward passes
+        start from the loss divided by ``num_valid``. The undivided loss and the metrics are added to this
         rank's sums."""
 
     @abstractmethod
@@ -357,7 +359,8 @@ class StepRunner(ABC):
 
 
 class LocalRunner(StepRunner):
-    """Runs a model with all stages in this process. Parameters may be slices.
+    """Runs the steps of a model whose stages are all in this process. Under tensor parallelism, the
+    parameters are slices.
 
     Args:
         sync: reduces gradients over the job; None for a job of one process.
@@ -398,7 +401,8 @@ class LocalRunner(StepRunner):
         function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
         micro_batches: Sequence[MicroBatch],
     ) -> list[np.ndarray]:
-        """Return ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode."""
+        """Return the results of ``function(model, tensors)`` as arrays, one for each micro batch of this
+        rank. The model is in evaluation mode."""
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():

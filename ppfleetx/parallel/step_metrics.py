@@ -1,5 +1,5 @@
-"""Quantities other than gradients that a step reduces over the ranks: loss and metrics (in one vector), the
-input scales of fake quantization, and the loads of experts."""
+"""Quantities other than gradients that a step reduces over the ranks: loss and metrics, the input scales of
+fake quantization, and the loads of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppfleetx.nn.moe import Router
 from ppfleetx.utils.log import get_logger
 
 _AXES = ("dp", "sharding", "sep", "pp")  # reductions run over the axes in this order
-# Ranks along these axes hold parts of the same linears' inputs, or inputs of other tokens.
+# Along these axes, ranks hold different features or different tokens of the inputs of a linear.
 _SCALE_AXES = ("mp", "sep", "dp", "sharding")
 _PATIENCE = 20  # warn about an expert that gets no position in this many consecutive steps
 
@@ -28,7 +28,7 @@ class StepSums:
     """The sums of loss and metrics on this rank since the last :meth:`begin`.
 
     Args:
-        names: names of all metrics that any rank may report, the same on all ranks.
+        names: names of all metrics that any rank can report, the same on all ranks.
     """
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
@@ -55,15 +55,17 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """Sum losses and metrics over the job, into a float64 vector on the device for :meth:`read`."""
+        """Sum losses and metrics over the job. Returns a float64 vector on the device, whose values
+        :meth:`read` interprets."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """Return the loss sum and the metrics whose count is above 0, from the values of the vector that
-        :meth:`over_job` returns. Raises ConfigError on all ranks if a rank reported an undeclared metric."""
+        """Return the loss sum, and the metrics whose count is above 0. ``numbers`` are the values of the
+        vector from :meth:`over_job`. Raises ConfigError on all ranks if a rank reported an undeclared
+        metric."""
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
@@ -87,7 +89,7 @@ def _refused(names: Iterable[str]) -> ConfigError:
 
 
 def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
-    """Sum scalars in float64, as a tensor on the device."""
+    """Return the sum of scalars as a float64 tensor on the device."""
     tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
     known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
     if known or not tensors:
@@ -96,8 +98,8 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
 
 
 class ActivationScales:
-    """Updates the input scales of fake-quantized linears from the largest magnitude of each linear's inputs
-    in a global batch."""
+    """Updates the input scales of fake-quantized linears. The scale of a linear is a moving average of the
+    largest input magnitude in each global batch."""
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)
@@ -109,8 +111,8 @@ class ActivationScales:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """Move the input scale of each fake-quantized linear towards the largest magnitude of its inputs in
-        the global batch. Call this after the optimizer step. Frozen scales stay as they are."""
+        """Update the input scale of each fake-quantized linear with the largest input magnitude in the global
+        batch. Call this after the optimizer step. Frozen scales are not changed."""
         if not self._moving:
             return
         largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])
@@ -120,9 +122,13 @@ class ActivationScales:
 
 
 class ExpertLoads:
-    """Sums the loads of experts (numbers of positions that count in the loss) over the job, balances the
-    routers, and warns about unused experts. Ranks along the axes ``same_on`` hold the same hidden states, and
-    count only once."""
+    """Sums the loads of experts over the job, balances the routers, and warns about unused experts. The load
+    of an expert is the number of positions for which it was chosen, without positions outside the loss mask.
+
+    Args:
+        routers: number of experts of each router of the model, by canonical name.
+        same_on: axes whose ranks hold the same hidden states, so that only one of these ranks counts.
+    """
 
     def __init__(
         self,
@@ -160,8 +166,8 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """Balance the routers by the expert loads of a step whose update was applied. Also warn about experts
-        that got no positions for many steps."""
+        """Balance the routers by the expert loads of the last step. Also warn about experts that got no
+        positions for many steps. Call this only if the update of the step was applied."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

@@ -1,5 +1,5 @@
-"""Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them. While a layer
-computes, the values of the next layer are in transit."""
+"""Sharding stage 3 (ZeRO-3): only the owner of a parameter keeps its values. Other ranks hold the values only
+while a layer uses them. While a layer computes, the values of the next layer are in transit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 
 class ParameterSharding:
-    """Stage 3: ranks other than the owner hold parameters only while a layer uses them. The values of each
-    layer are fetched from their owners just before use, and freed afterwards. With ``ahead``, the values of
-    the next layer are fetched while a layer computes."""
+    """Fetches the parameter values of each layer from their owners just before use, and frees them afterwards
+    (sharding stage 3).
+
+    Args:
+        stages: (index in the model, layer) of each stage on this rank.
+        ahead: whether the values of the next layer are fetched while a layer computes.
+    """
 
     def __init__(
         self, owning: Sharding, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
@@ -38,7 +42,7 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """Discard the values that were fetched before an update, because they are out of date."""
+        """Discard values that were fetched before the update, because they are out of date."""
         self.finish()
 
     def finish(self) -> None:
@@ -94,8 +98,13 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """An unfinished broadcast of the values of ``parameters``. ``flat`` holds all values, and ``offsets``
-    says where the values of each parameter begin."""
+    """An unfinished broadcast of the values of ``parameters``.
+
+    Attributes:
+        flat: the values of all parameters in one tensor.
+        offsets: index in ``flat`` of the first value of each parameter.
+        mine: whether this rank owns the parameters.
+    """
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]
@@ -105,7 +114,7 @@ class _Message:
 
 
 class _Fetch:
-    """A fetch of one layer's parameter values, in progress: a broadcast per process group, owner and
+    """An unfinished fetch of one layer's parameter values, with one broadcast per process group, owner and
     dtype."""
 
     def __init__(self, layer: paddle.nn.Layer, owning: Sharding) -> None:
@@ -150,7 +159,7 @@ class _Fetch:
 
 
 class _AtBackward(PyLayer):
-    """Autograd function that returns its input and calls a function when the backward pass reaches it."""
+    """Autograd function that copies ``tensor``, and calls ``call`` when the backward pass reaches it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:

@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 ANY_CARD = "A100-80GB"
-"""The card assumed when neither the configuration nor the command line names one."""
+"""The accelerator card that is assumed if neither the configuration nor the command line names one."""
 
 
 def shipped_cards() -> dict[str, Any]:

@@ -30,8 +30,8 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Compare ``best`` with some well-known plans on the same cards. Returns a line of text for each
-    well-known plan that differs from ``best``."""
+    """Compare ``best`` with well-known plans on the same cards. Returns one line for each well-known plan,
+    unless it is the plan of ``best``."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -123,8 +123,8 @@ class MemorySaving:
 
     Attributes:
         options: the command-line options that make this change.
-        saves: bytes saved on the rank with the most memory.
-        costs: how much longer a step takes, as a fraction of its time; 0 if a step becomes faster.
+        saves: bytes saved on the fullest rank.
+        costs: the increase of the step time, as a fraction of the step time; 0 if a step becomes faster.
     """
 
     options: str
@@ -133,10 +133,10 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Return changes of the configuration that save more than 2% of the memory, sorted by their cost in step
-    time.
+    """Return changes of the configuration that save more than 2% of the memory, sorted by how much they
+    increase the step time.
 
-    Among changes with about the same cost, the one that saves the most memory comes first.
+    Among changes with about the same increase, the one that saves the most memory comes first.
     """
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []

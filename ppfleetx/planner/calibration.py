@@ -30,9 +30,9 @@ _OTHERS = {
     ("link_latency_us",): 0.004,
     ("network_latency_us",): 0.05,
 }
-"""Penalty on the squared logarithm of each constant's scale factor (ridge regression). A few runs do not
-determine all constants, and constants that they do not determine should keep the card's values. Latencies
-depend on the host, so their penalty is small; the vendor states the network's speed, so its penalty is large.
+"""Penalty on the squared logarithm of each constant's scale factor (ridge regression). The penalty keeps
+constants that the runs do not determine near the card's values. It is small for latencies, which depend on
+the host, and large for the network's speed, which the vendor states.
 """
 _SWEEPS = 6
 
@@ -45,18 +45,18 @@ class Observed:
 
 
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
-    """Fit the constants of the cluster's card to the step times that runs measured.
+    """Fit the constants of the cluster's card to measured step times.
 
-    Returns the fitted card, and a text that compares the errors before and after. With only one run, only the
-    efficiencies of computation are fitted.
+    Returns the fitted card, and a string that compares the prediction errors before and after. With only one
+    run, only the efficiencies of computation are fitted.
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
         target: the file to write the card to, or None.
 
     Raises:
-        ConfigError: a directory does not belong to a run, its metrics have too few records of steps, or
-            ``target`` cannot be a new file.
+        ConfigError: a directory is not the output of a run, or its metrics have too few records of steps.
+            Also if ``target`` exists already, or its directory does not.
     """
     runs = [_observed(Path(name), cluster.card) for name in directories]
     fitted = _fitted(cluster, runs)
@@ -98,10 +98,11 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Read the mean seconds of a step, excluding the wait for data, from each record in ``metrics.jsonl``.
+    """Read the mean seconds of a step, excluding the wait for data, from each training record in
+    ``metrics.jsonl``.
 
-    Records of evaluations and records that include warm-up steps are left out. An incomplete last line is
-    ignored. Raises ConfigError if another line is not a record.
+    Records that begin in the warm-up steps are left out. An incomplete last line is ignored. Raises
+    ConfigError if any other line is not a record.
     """
     found, steps = [], 0
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # an incomplete last line is ignored
@@ -128,9 +129,10 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """Return ``card`` with the constants ``names`` scaled by a common factor, the best of the factors tried.
+    """Return ``card`` with the constants ``names`` scaled by the best common factor.
 
-    The best factor has the smallest sum of the errors on ``runs`` and the penalties of :data:`_OTHERS`.
+    Of the factors tried, the best one has the smallest sum of squared errors on ``runs`` and penalties
+    (:data:`_OTHERS`).
     """
     best, least = card, _distance(card, cluster, runs)
     for steps in (

@@ -29,17 +29,17 @@ class Card(Section):
     name: Text
     """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
-    """The device whose operations are counted: a CPU, a GPU (or another card that Paddle itself has kernels
-    for), or the device of a Paddle plugin.
+    """Implementation of the operations: `cpu`; `gpu`, also for other cards with kernels in Paddle itself; or
+    `plugin`, for the device of a Paddle plugin.
     """
     memory_gib: PositiveFloat
     """Memory available to a program, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]
-    """Peak speed of dense matmuls by data type, as the vendor states it, in TFLOP/s."""
+    """The vendor's peak speed of dense matmuls by data type, in TFLOP/s."""
     matmul_efficiency: UnitFloat
     """Share of the peak that a large matmul reaches."""
     matmul_latency_us: NonNegativeFloat
-    """Fixed cost of a matmul, so that small matmuls reach a lower share of the peak."""
+    """Fixed time of a matmul in addition to its arithmetic, in microseconds."""
     matmul_half_dim: NonNegativeFloat = 0.0
     """Size of the smallest dimension (rows, columns or inner) at which a matmul reaches half of
     `matmul_efficiency`."""
@@ -48,13 +48,13 @@ class Card(Section):
     memory_efficiency: UnitFloat
     """Share of the memory bandwidth that element-wise operations reach."""
     kernel_latency_us: NonNegativeFloat
-    """Minimum time of an element-wise operation."""
+    """Fixed time of an element-wise operation in addition to its memory traffic, in microseconds."""
     flash_efficiency: NonNegativeFloat
     """Share of the peak that fused attention reaches; 0 if it cannot run."""
     link_gb_s: dict[PositiveInt, PositiveFloat]
     """Bus bandwidth of a large all-reduce within a node by number of cards, in GB/s."""
     link_latency_us: NonNegativeFloat
-    """Minimum time of a collective within a node."""
+    """Minimum time of an all-reduce within a node, in microseconds."""
     context_gib: NonNegativeFloat
     """Memory that driver and libraries use before the first tensor is allocated, in GiB."""
     network_gbps: PositiveFloat
@@ -64,9 +64,9 @@ class Card(Section):
     collective_loss: NonNegativeFloat
     """Share of a collective's time that each doubling of the nodes adds."""
     jitter: NonNegativeFloat
-    """Spread of the nodes' step times, as a share of the step."""
+    """Standard deviation of the nodes' step times, as a share of the step time."""
     network_latency_us: NonNegativeFloat
-    """Minimum time of a message between nodes."""
+    """Fixed time of a message between nodes in addition to its transfer, in microseconds."""
     sources: tuple[Text, ...] = Field(default=())
     """Sources of the numbers."""
 
@@ -91,7 +91,7 @@ class Card(Section):
         """Return the time of ``kernels`` matmuls with ``flops`` floating-point operations in total.
 
         Args:
-            narrowest: the smallest dimension of the matmuls; a narrow matmul is slower. 0 to ignore it.
+            narrowest: the smallest dimension of each matmul. A narrow matmul is slower; 0 ignores this.
         """
         share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
         speed = self.peak(dtype) * self.matmul_efficiency * share
@@ -114,7 +114,8 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
     Args:
         name: a card in ``cards.yaml``, or a YAML file that describes exactly one card.
-        key, asked_in: the option or configuration key that named the card, and its place, for messages.
+        key, asked_in: for error messages: the option or configuration key whose value is ``name``, and the
+            place where it was set.
 
     Raises:
         ConfigError: there is no such card or file, or the file does not describe one card.
@@ -135,7 +136,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
 
 def any_card(device: str) -> Card:
-    """Return the typical card to assume for a kind of device (``cpu``, ``gpu``, ...)."""
+    """Return the card that is assumed for a device such as ``cpu`` or ``gpu:0`` if no card is named."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
@@ -144,11 +145,11 @@ def any_card(device: str) -> Card:
 
 def card_of_device(device_name: str) -> str | None:
     """Return the name of the card in ``cards.yaml`` for a device such as ``NVIDIA A100-SXM4-80GB``; None if
-    unknown.
+    no card has the device's model (``A100``).
 
-    The model must match. Among cards of this model, the one with the same memory size is returned, or the
-    first one if there is none. The form factor is ignored. Users can name another card in `Global.card`, or
-    correct the peak with `Global.peak_tflops`.
+    Among cards of the same model, the one with the same memory size is preferred to the first one. The form
+    factor (``SXM4``) is ignored. Users can name another card in `Global.card`, or correct the peak with
+    `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     of_model = [name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU]
@@ -156,10 +157,11 @@ def card_of_device(device_name: str) -> str | None:
 
 
 def card_of_run(cfg: RunConfig, device_name: str) -> Card | None:
-    """Return the card in ``Global.card`` or, if unset, the one that :func:`card_of_device` finds, or None.
+    """Return the card in ``Global.card`` or, if unset, the result of :func:`card_of_device`; None if both
+    give no card.
 
     Raises:
-        ConfigError: there is no card of the configured name.
+        ConfigError: there is no card with the name in ``Global.card``.
     """
     name = cfg.Global.card or card_of_device(device_name)
     asked_in = cfg.origins.get("Global.card")

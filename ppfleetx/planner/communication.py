@@ -1,6 +1,6 @@
-"""Predict the time of collectives and messages on a cluster: bytes over bandwidth, plus a latency.
+"""Predict the time of collectives and messages on a cluster: bytes divided by bandwidth, plus a latency.
 
-All-reduce, all-gather and reduce-scatter are assumed to run as rings (Thakur et al. 2005).
+All-reduce, all-gather and reduce-scatter are assumed to use ring algorithms (Thakur et al. 2005).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Cluster:
 
     Attributes:
         per_node: the number of cards in a node.
-        network: bytes/s that a node sends over all its network interfaces; 0: as in the card's description.
-        axes: the parallel axes. The coordinate along the first changes slowest with the global rank.
+        network: bytes/s that a node sends over all its network interfaces; 0: ``card.network_gbps``.
+        axes: the axes of the global rank, from the slowest to the fastest changing one.
     """
 
     card: Card
@@ -41,7 +41,7 @@ class Cluster:
     def collective_bandwidth(self, nodes: float) -> float:
         """Return the bytes/s of a node's network in a collective over ``nodes`` nodes.
 
-        Each doubling of the nodes slows the collective by the share ``card.collective_loss``.
+        Each doubling of the number of nodes adds the share ``card.collective_loss`` to the time.
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
@@ -61,8 +61,9 @@ class Group:
     """The placement of a communication group's ranks on the nodes of a cluster.
 
     Attributes:
-        inside: the number of the group's ranks in one node.
-        sharing: the number of groups of the same axis that share a node's network.
+        size: the number of ranks in the group.
+        inside: the number of these ranks in one node.
+        sharing: the number of groups along the same axis that share a node's network.
     """
 
     size: int
@@ -75,7 +76,7 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return the placement of a parallel axis's communication groups, such as those of ``mp``, on the
+    """Return the placement of the communication groups along a parallel axis, such as ``mp``, on the
     nodes."""
     if axis in EXPERT_AXES:
         return _expert_group(plan, axis, cluster)
@@ -86,10 +87,9 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return the placement of the communication groups of an expert-parallel axis on the nodes.
+    """Return the placement of the communication groups along an expert-parallel axis on the nodes.
 
-    Experts are distributed over the ranks of ``ep``, each expert's matrices are sliced over ``emp``, and each
-    expert is replicated over ``edp``.
+    Experts are divided among the ranks along ``ep``, sliced along ``emp``, and replicated along ``edp``.
     """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
@@ -105,7 +105,7 @@ def groups_sharing_node(plan: ParallelPlan, cluster: Cluster) -> int:
     """Return the number of tensor-parallel groups that share a node and communicate at different times; 1 if
     all groups communicate at the same time.
 
-    The larger this number, the longer a step may take than predicted.
+    If this number is large, a step can take longer than predicted.
     """
     # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
     # the same time.
@@ -119,7 +119,7 @@ def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> floa
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Return the time of an all-gather or reduce-scatter; ``num_bytes`` is the size of the whole tensor."""
+    """Return the time of an all-gather or reduce-scatter. ``num_bytes`` is the size of the whole tensor."""
     return _one_way(num_bytes, group, cluster)
 
 
@@ -149,8 +149,8 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Return the time of an all-to-all that sends tokens to their experts.
 
-    As in training, small messages between nodes are combined: ranks exchange data between nodes and then
-    within a node.
+    As in training, if messages between nodes are small, ranks exchange data first between nodes and then
+    within a node, so that fewer messages are needed.
     """
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1

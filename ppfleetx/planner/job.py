@@ -1,4 +1,4 @@
-"""The input of the planner: a model, its batch sizes and one parallel plan."""
+"""The input of the planner: a training job, that is a model, its batch sizes and one parallel plan."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ppfleetx.nn.cpu_ops.compiled import obstacle
 from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
-"""A transformer block, and the part of it that the backward pass recomputes."""
+"""A transformer block and its recompute granularity."""
 
 EXPERT_IMBALANCE = 1.5
-"""Memory margin of expert parallelism: the memory allows for a rank whose experts get this many times the
-mean number of rows, in the worst layer and micro batch.
+"""Safety margin of the memory prediction under expert parallelism. The planner assumes that, in the worst
+layer and micro batch, the experts of one rank get this many times the mean number of tokens.
 """
 
 
@@ -34,10 +34,10 @@ class Precision:
 
     Attributes:
         compute: the type of activations and matmuls, e.g. ``bfloat16``.
-        lowers_parameters: whether parameters have the type ``compute``, too, with float32 master copies.
+        lowers_parameters: whether parameters also have the type ``compute``, with float32 master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
-        rounds_matmuls: whether operands of matmuls are rounded to 16 bits while all other numbers
-            are float32, as on a CPU.
+        rounds_matmuls: whether only the operands of matmuls are rounded to 16 bits, as on a CPU. All other
+            numbers are then float32.
     """
 
     compute: str = "float32"
@@ -52,12 +52,12 @@ class Precision:
 
     @property
     def parameter_bytes(self) -> int:
-        """The bytes of one element of a parameter in the forward and backward passes."""
+        """The bytes of one element of a parameter, as used in forward and backward passes."""
         return 2 if self.lowers_parameters else 4
 
     @property
     def master_bytes(self) -> int:
-        """The bytes of a parameter element's float32 master copy; 0 without master copies."""
+        """The bytes of one element of a float32 master copy; 0 without master copies."""
         return 4 if self.lowers_parameters else 0
 
     @property
@@ -71,8 +71,9 @@ class Overlap:
     """The communication that overlaps with computation.
 
     Attributes:
-        bucket_bytes: the size of gradient messages during the backward pass; None: gradients do not overlap.
-        values: whether sharded parameters are sent while ranks compute.
+        bucket_bytes: the size of gradient messages during the backward pass; None: gradient reduction does
+            not overlap.
+        values: whether ranks compute while parameters are sent from their owners (sharding).
         messages: whether pipeline stages compute while their messages are sent.
     """
 
@@ -87,18 +88,19 @@ class Job:
     plan.
 
     Attributes:
-        model: the model. Its settings for sequence parallelism and recompute are ignored; ``plan`` and
-            ``recomputed`` give them.
-        micro_batch: sequences in one forward pass of a data-parallel rank.
-        accumulate: micro batches in a step.
-        recomputed: what is recomputed in each layer.
-        moments: mean number of optimizer states per trained parameter, such as 2 for AdamW.
-        needs_whole_matrices: whether the optimizer updates whole matrices, as Muon does, which excludes
-            some plans.
-        flash: whether attention uses flash attention.
+        model: the model. Its settings for sequence parallelism and recompute are ignored, and replaced by
+            ``plan`` and ``recomputed``.
+        micro_batch: micro batch size in sequences.
+        accumulate: micro batches of a data-parallel rank in a step.
+        recomputed: the recompute granularity of each layer.
+        moments: mean number of optimizer states per trainable parameter, such as 2 for AdamW.
+        needs_whole_matrices: whether the optimizer updates whole matrices, as Muon does. Some plans are then
+            not legal.
+        flash: whether attention uses a flash attention kernel.
         async_save: whether checkpoints are written in the background, from a copy in host memory.
-        kernels: the implementation to predict, see :data:`ppfleetx.nn.cost.Kernels`.
-        flat_states: whether sharding cuts optimizer states into equal parts, as DeepSpeed's ZeRO does.
+        kernels: the implementation to predict (:data:`ppfleetx.nn.cost.Kernels`).
+        flat_states: whether sharding divides optimizer states into equal parts, as DeepSpeed's ZeRO does,
+            instead of assigning whole parameters to ranks.
         fragments: share of the allocated memory lost to fragmentation; None: the default for ``kernels``.
     """
 
@@ -138,8 +140,8 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """The bytes of a micro batch's hidden states on a rank. The sequence is split over context-parallel
-        ranks (``sep``), but not over tensor-parallel ranks."""
+        """The bytes of a micro batch's hidden states on a rank, with positions split over context-parallel
+        ranks (``sep``), but not by sequence parallelism."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
@@ -150,9 +152,9 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts in which an activation is sent to the next pipeline stage."""
+        """The number of parts into which an activation is divided to send it to the next pipeline stage."""
         plan = self.plan
-        # If tensor-parallel ranks hold the same activation, each sends one part of it.
+        # If tensor-parallel ranks hold the same activation, each rank sends one part of it.
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
 
@@ -250,19 +252,20 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A key for caching values computed from ``job``. Keys with equal ``compared_by`` are equal."""
+    """A cache key that carries the ``job`` from which the cached value is computed. Keys are equal if their
+    ``compared_by`` are equal."""
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)
 
 
 def operations_key(job: Job) -> CacheKey:
-    """Return a cache key for the time of a layer's operations, without communication."""
+    """Return the cache key for the time of a layer's operations, without communication."""
     return CacheKey((job.model_key, job.work, job.precision.compute), job)
 
 
 def passes_key(job: Job) -> CacheKey:
-    """Return a cache key for the time of a layer's passes, including communication."""
+    """Return the cache key for the time of a layer's passes, including communication."""
     plan = job.plan
     is_fetched = plan.sharding_stage == 3 and plan.sharding > 1
     fetched = (plan.sharding, plan.pp, job.overlap.values) if is_fetched else None
@@ -271,7 +274,7 @@ def passes_key(job: Job) -> CacheKey:
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:
-    """Return the planner's input for a configuration on ``card``."""
+    """Return the job that a configuration describes, on accelerator cards ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()
     if card.kernels == "cpu":
@@ -302,7 +305,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
 
 
 def mean_states(cfg: RunConfig) -> float:
-    """Return the mean number of float32 optimizer states per trained parameter."""
+    """Return the mean number of float32 optimizer states per trainable parameter."""
     trained = [spec for spec in parameter_specs(cfg.Model, cfg.Compress).values() if spec.trains]
     elements = sum(math.prod(spec.shape) for spec in trained)
     states = sum(math.prod(spec.shape) * cfg.Optimizer.states_of(spec.name, spec.kind) for spec in trained)
@@ -315,10 +318,11 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Return whether the job uses flash attention: ``attention_kernel``, data type and card must allow it.
+    """Return whether attention uses a flash attention kernel.
 
-    On a card, False in float32, and False for a plugin's device, because the plugin may lack the kernel. On a
-    CPU, flash attention is ppfleetx's own bfloat16 kernel, which has no dropout.
+    False if ``attention_kernel`` is ``reference``, and for soft-capped scores, which no kernel supports. On a
+    CPU, the kernel is ppfleetx's own, for bfloat16 without dropout. On other cards, the kernel requires
+    16-bit activations. The device of a plugin is assumed to have no kernel.
     """
     if model.attention_kernel == "reference" or model.attn_logit_softcapping is not None:
         return False

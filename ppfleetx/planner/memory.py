@@ -1,4 +1,4 @@
-"""Predict the memory that a rank of each pipeline stage needs on its card and on its host, part by part."""
+"""Predict the memory that a rank of each pipeline stage needs on its card and on its host, by part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
 _BUCKET_BYTES = 64 << 20  # size of messages without overlap (distributed/collectives.py)
-_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # saved generator states of a rank; added by mp > 1
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generator states; more with mp > 1
 _FRAGMENTS = 0.02
 """Memory lost to fragmentation, as a share of the allocated memory."""
 
@@ -28,8 +28,9 @@ class StageMemory:
         parameters: parameters in the data type of the passes.
         gradients: gradients that exist at the peak.
         masters: float32 master copies of 16-bit parameters.
+        optimizer: optimizer states, without master copies.
         activations: activations kept for backward passes.
-        logits: logits, and the tensors that the loss keeps.
+        logits: logits, and the tensors that the loss keeps for its backward pass.
         temporary: tensors that exist only during one pass.
         buffers: packed gradients that are being sent.
         context: memory of the driver and libraries.
@@ -64,7 +65,7 @@ class StageMemory:
 
     @property
     def peak(self) -> float:
-        """The bytes that the card must have to build the model and to run a step."""
+        """The bytes that the card needs to build the model and to run a step."""
         return max(self.start, self.total)
 
 
@@ -115,8 +116,8 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 
 def _start(job: Job, held: Held, kept: float) -> float:
     """Return the peak bytes while the model is built. The finished model needs ``kept`` bytes."""
-    # A 16-bit parameter is initialized in float32. These values add to the peak only if they do not stay as
-    # the master copy, which ``kept`` includes.
+    # A 16-bit parameter is initialized in float32. Its float32 values add to the peak unless they become the
+    # master copy, which ``kept`` includes.
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)  # Paddle creates a layer in float32
@@ -125,7 +126,7 @@ def _start(job: Job, held: Held, kept: float) -> float:
 def _fragments(job: Job) -> float:
     if job.fragments is not None:
         return job.fragments
-    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU, the requested bytes count
+    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU, only the requested bytes count
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
@@ -151,8 +152,9 @@ def kept_gradients(job: Job, held: Held) -> int:
     each = job.precision.gradient_bytes
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained * each
-    # Gradients of other owners stay in buckets that are not yet full. Those of experts stay on all ranks
-    # until the end of the step, because a pass may leave an expert without a gradient (parallel/sharding.py).
+    # Gradients that other ranks own stay in buckets that are not full yet. Gradients of experts stay on all
+    # ranks until the end of the step, because a pass can leave an expert without a gradient
+    # (parallel/sharding.py).
     waiting = int((job.plan.sharding - 1) * _bucket_bytes(job) // each)
     if job.flat_states:
         return min(held.trained, held.owned + waiting) * each
@@ -164,9 +166,10 @@ def _bucket_bytes(job: Job) -> float:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """Return the number of micro batches whose activations a stage holds at the peak.
+    """Return the number of micro batches whose activations a pipeline stage holds at the peak.
 
-    A micro batch in one of v virtual stages counts as 1 / v (Korthikanti et al. 2022, §4.2.3).
+    With v virtual stages, the activations of a micro batch in one virtual stage count as 1 / v (Korthikanti
+    et al. 2022, §4.2.3).
     """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
@@ -182,8 +185,9 @@ class _EqualLayers:
     """Consecutive layers of a stage that keep the same activations.
 
     Attributes:
-        tape: the activations that one of the layers keeps.
-        everywhere: whether every virtual stage has such layers.
+        tape: the operations of one of the layers, for the memory simulation.
+        count: the number of layers.
+        everywhere: whether every virtual stage of the pipeline stage has as many such layers.
     """
 
     tape: Tape
@@ -192,7 +196,8 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of the largest virtual stage of pipeline stage ``stage``, in order."""
+    """Return the layers of the largest virtual stage of pipeline stage ``stage``, in order, grouped into runs
+    of equal layers."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -220,7 +225,8 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """Return {part: bytes} for the parts of memory that change during a step, at the peak of their sum."""
+    """Return {part: bytes} for the parts of memory that change during a step, at the time when their sum is
+    largest."""
     gradients = kept_gradients(job, held)
     # After the passes, packed gradients are sent.
     moments = [
@@ -264,7 +270,8 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """Return the bytes that ZB-H1 keeps until it computes weight gradients; 0 under other schedules."""
+    """Return the bytes of tensors that ZB-H1 keeps to compute weight gradients later; 0 under other
+    schedules."""
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
     elements = 0.0
@@ -281,20 +288,20 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
     """Return the bytes of pipeline messages in memory while a stage computes (``overlap_p2p_comm``)."""
     if not job.overlaps_messages:
         return 0.0
-    # one input that arrived early, and one output being sent
+    # one input that has arrived early, and one output that is being sent
     return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
 
 
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak bytes during the passes of one micro batch, and the bytes of new gradients in that
-    peak.
+    """Return the peak bytes during the passes of one micro batch, and how many of these bytes are new
+    gradients.
 
     Args:
-        first: whether it is the first micro batch, whose backward pass allocates the gradients.
+        first: whether this is the first micro batch, whose backward pass allocates the gradients.
         forward: whether to include the forward pass.
-        most_gradients: upper limit for the bytes of gradients.
+        most_gradients: upper limit of the bytes of gradients.
         values: bytes of parameters that are fetched during the passes.
     """
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
@@ -308,7 +315,8 @@ def _pass_peak(
     grown = 0.0
     for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
         need = run.tape.backward_peak(first=first, values=values)
-        # Within a run, activations shrink as gradients grow, so the peak is at the last or the first layer.
+        # During the backward pass of a run, activations shrink and gradients grow, each at a constant rate,
+        # so the peak is at the last or the first layer.
         for below, later in ((end, 0), (start, run.count - 1)):
             here = min(most_gradients, grown + (later * run.tape.gradients if first else 0.0))
             if below + need + here > peak:

@@ -12,13 +12,13 @@ from ppfleetx.planner.job import Job, job_of
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of one training step, on all devices together. A multiply-add counts as two.
+    """FLOPs of one training step on all devices together. A multiply-add counts as two.
 
-    The formulas are for a plain GPT with l layers, hidden size h and a vocabulary of V, and B sequences of
-    length s (Narayanan et al. 2021, Korthikanti et al. 2022).
+    The formulas hold for a plain GPT with l layers, hidden size h and vocabulary size V, and for B sequences
+    of length s (Narayanan et al. 2021, Korthikanti et al. 2022).
 
     Attributes:
-        causal: model FLOPs if each position attends only to earlier ones, as in Megatron-LM since 2024.
+        causal: model FLOPs with only the causal half of attention, as in Megatron-LM since 2024.
         full: model FLOPs with all pairs of positions in attention: 72 B s l h^2 (1 + s / 6h + V / 12lh).
         hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
     """
@@ -52,18 +52,19 @@ def tflops_per_device(flops: float, seconds: float, job: Job) -> float:
 def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
     """Return the MFU from 0 to 1 (Chowdhery et al. 2022, §4.1) of a step that takes ``seconds``.
 
-    Attention is counted in full, not as its causal half.
+    All pairs of positions count in attention, not only the causal half.
     """
     return tflops_per_device(step_flops(job).full, seconds, job) * 1e12 / card.peak(job.precision.compute)
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """Computes TFLOP/s and MFU of a run from the time of its steps.
+    """Computes TFLOP/s and MFU of a run from the time of a step.
 
     Attributes:
+        flops: FLOPs of a step.
         peak: peak FLOP/s of one device; None if unknown.
-        peak_of: where the peak comes from: a configuration key, or a card and a data type.
+        peak_of: the source of ``peak``: a configuration key, or a card and a data type.
     """
 
     job: Job
@@ -74,8 +75,8 @@ class Utilization:
     def rates(self, seconds: float) -> dict[str, float]:
         """Return TFLOP/s per device and MFU (from 0 to 1) of a step that takes ``seconds``, by metric name.
 
-        Each is given with full attention, with causal attention, and with full attention and recomputation.
-        MFU is left out if the peak is unknown.
+        There are three values of each: with full attention, with causal attention, and with full attention
+        and recomputation. The result has no MFU if the peak is unknown.
         """
         kinds = (
             ("", "mfu", "full"),
@@ -106,7 +107,7 @@ class Utilization:
 
 
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
-    """Count the FLOPs of a step of the configured run, and look up the peak of its devices.
+    """Count the FLOPs of a step of the configured run, and look up the peak FLOP/s of its devices.
 
     Returns None unless the run trains the built-in GPT on a corpus, without a classifier or LoRA adapters.
 

@@ -1,4 +1,4 @@
-"""Count the parameters that each rank holds, trains and updates, without building the model."""
+"""Count the parameters that a rank holds, trains and updates, without building the model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _BYTES = {"int8": 1, "uint8": 1, "float16": 2, "float32": 4}
 class Held:
     """The parameters that one rank of a pipeline stage holds, as numbers of elements unless stated otherwise.
 
-    A rank owns the parameters that it updates under ZeRO. Quantized weights are counted only in ``stored``.
+    A rank owns the parameters that it updates under ZeRO.
 
     Attributes:
-        values: all elements that the rank needs in a pass.
-        resident: elements held between steps.
+        values: elements that the rank needs in a pass, without quantized weights.
+        resident: elements held between steps, without quantized weights.
         stored: bytes of quantized weights held between steps.
-        owned: trained elements that the rank owns.
+        trained: trainable elements.
+        owned: trainable elements that the rank owns.
         largest_layer: elements of the largest layer.
         fills: pairs (n, size), one for each distinct parameter size. Parameters are initialized in model
-            order, and n elements exist when the last parameter of this size has been initialized.
-        whole: trained elements that every tensor-parallel rank holds in full.
-        partial: trained elements whose gradients are summed over ``mp`` under sequence parallelism.
-        experts: trained elements that belong to experts.
+            order; n elements exist when the last parameter of this size has been initialized.
+        num_tensors: number of parameters.
+        whole: trainable elements that every tensor-parallel rank holds in full.
+        partial: trainable elements whose gradients are summed over ``mp`` under sequence parallelism.
+        experts: trainable elements that belong to experts.
         owned_experts: owned elements that belong to experts.
     """
 
@@ -62,8 +64,8 @@ class _Local(NamedTuple):
     Attributes:
         size: the number of elements.
         stored: bytes of a quantized weight; 0 for other parameters.
-        whole: whether every tensor-parallel rank holds all of the parameter.
-        partial: whether its gradients are summed over ``mp`` under sequence parallelism.
+        whole: whether every tensor-parallel rank holds the whole parameter.
+        partial: whether the parameter's gradients are summed over ``mp`` under sequence parallelism.
     """
 
     size: int
@@ -82,8 +84,8 @@ class _Groups(NamedTuple):
 
     Attributes:
         end: the parameters after the blocks.
-        words: the word embedding if the head is tied to it, otherwise empty. The last of several pipeline
-            stages has a copy of it.
+        words: the word embedding if the head is tied to it, otherwise empty. With several pipeline stages,
+            the last stage has a copy of it.
     """
 
     embedding: _Group
@@ -95,7 +97,7 @@ class _Groups(NamedTuple):
 def held_parameters(job: Job, stage: int) -> Held:
     """Return the parameter counts of a rank of pipeline stage ``stage``.
 
-    If the ranks of the stage differ in a count, the largest one is returned.
+    If a count differs between the ranks of the stage, the largest one is returned.
     """
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
@@ -117,7 +119,7 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up the parameters on a rank.
+    """Return the parameter counts of a rank that holds the layers in ``runs``.
 
     Args:
         runs: pairs (parameters of a layer, number of consecutive equal layers).
@@ -154,7 +156,8 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Return the bytes of the word embedding's gradient; 0 if it is not on ``stage`` or not trained."""
+    """Return the bytes of the word embedding's gradient; 0 if the embedding is not on ``stage`` or not
+    trained."""
     # The backward pass completes this gradient last, and the next forward pass needs the embedding first, so
     # their messages cannot overlap with computation.
     words = _groups(job.model_key, *_slices(job)).embedding[0]
@@ -201,8 +204,8 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """Distribute whole parameters over ``ranks`` ranks, and return the largest number of elements on a
-    rank."""
+    """Return the largest number of elements that a rank owns if whole parameters with these ``sizes`` are
+    divided among ``ranks`` ranks."""
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks

@@ -27,9 +27,9 @@ class PlanOption:
     """The parsed value of ``--plan``.
 
     Attributes:
-        micro: the micro batch size; None if ``--plan`` does not name it.
-        recompute: what is recomputed; None if ``--plan`` does not name it, or names ``mixed``
-            (not the same in all layers).
+        micro: the micro batch size; None if ``--plan`` has no ``micro``.
+        recompute: the recompute granularity; None if ``--plan`` has no ``recompute``, or has
+            ``recompute=mixed``, which means different granularities in different layers.
     """
 
     plan: ParallelPlan
@@ -38,14 +38,15 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse the text of a parallel plan, such as ``dp=4,mp=8``.
+    """Parse a parallel plan in the form of ``words``, such as ``dp=4,mp=8``.
 
     Args:
-        own: the plan that provides the settings missing from the text, unless they contradict the text.
-        option: the command-line option that gave the text, for messages.
+        own: the plan whose settings apply if ``words`` does not name them. If a setting of ``own``
+            contradicts ``words``, the default applies instead.
+        option: the command-line option whose value is ``words``, for error messages.
 
     Raises:
-        ConfigError: a word is unknown, or its value is not allowed.
+        ConfigError: a word is unknown or appears twice, or its value is not allowed.
     """
     given = _parse(words, option)
     values: dict[str, object] = {
@@ -115,7 +116,7 @@ class UnresolvedConfig:
     """A configuration whose parallel plan has not been checked, because another plan will replace it.
 
     Attributes:
-        origins: the place where each key was set, for messages.
+        origins: the place where each key was set, for error messages.
     """
 
     cfg: RunConfig
@@ -124,14 +125,15 @@ class UnresolvedConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The configured parallel plan; an unset ``dp_degree`` counts as 1."""
+        """The configured parallel plan, with dp 1 if ``dp_degree`` is not set."""
         return self.cfg.plan
 
     def batch(self) -> int:
         """Return the global batch size under the configured plan.
 
         Raises:
-            ConfigError: the configured batch sizes do not determine it, or contradict each other.
+            ConfigError: the configured batch sizes do not determine the global batch size, or contradict each
+                other.
         """
         sizes, plan = self.cfg.Global, self.plan
         if sizes.global_batch_size is not None:
@@ -147,16 +149,16 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """Return the complete configuration, with its parallel plan replaced by ``plan``.
+        """Return the resolved configuration, with its parallel plan and batch sizes replaced.
 
-        Overlap options that do not fit ``plan`` are switched off.
+        Options to overlap communication that do not fit ``plan`` are switched off.
 
         Args:
             micro, batch: micro batch size and global batch size, in sequences.
-            recompute: what to recompute; None: as configured.
+            recompute: the recompute granularity of all layers; None: as configured.
 
         Raises:
-            ConfigError: the configuration is not valid under this plan.
+            ConfigError: the configuration is not valid under ``plan``.
         """
         cfg = self.cfg
         sharding = {
@@ -211,7 +213,7 @@ def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedCon
     """Read a configuration without checking its parallel plan, because another plan will replace it.
 
     Raises:
-        ConfigError: anything else in the configuration is wrong.
+        ConfigError: the configuration has an error outside of its parallel plan.
     """
     return UnresolvedConfig(*read_config(path, overrides))
 

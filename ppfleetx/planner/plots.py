@@ -33,7 +33,7 @@ _PALETTE = (
     "#44aa99",
     "#999933",
 )  # Paul Tol's, safe for color-blind readers
-_MOST_SHOWN = 24  # micro batches in a timeline (or 2 pp, if that is more)
+_MOST_SHOWN = 24  # micro batches in a timeline, or 2 pp if that is greater
 
 
 @os_errors(ConfigError)
@@ -76,8 +76,8 @@ def write_report(directory: Path, prediction: Prediction) -> list[Path]:
 
 
 def _draw_timeline(axes: Any, prediction: Prediction) -> None:
-    """Draw when each pipeline stage computes. Only as many micro batches are drawn as a reader can tell
-    apart."""
+    """Draw when each pipeline stage computes. If a step has many micro batches, a shorter step is drawn, in
+    which they can be told apart."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0

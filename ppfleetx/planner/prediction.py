@@ -38,7 +38,7 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """The peak bytes of the rank with the most memory, while the model is built or in a step."""
+        """The peak memory of the fullest rank in bytes, while the model is built or in a step."""
         plan = self.job.plan
         # Of equal stages, the first keeps the most activations, and the last has the logits.
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
@@ -54,19 +54,20 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """The upper bound of the likely seconds per step. A search for the fastest plan ranks plans by this
-        bound."""
+        """The upper bound of the likely step time in seconds. A search for the fastest plan ranks plans by
+        this bound."""
         return self.time.interval[2]
 
     @cached_property
     def estimated_at_most(self) -> float:
-        """The upper bound of the likely seconds per step, estimated without simulating the pipeline
+        """The upper bound of the likely step time in seconds, estimated without simulating the pipeline
         schedule."""
         return estimate_seconds(self.job, self.cluster) * spread(self.job, self.cluster)[1]
 
     @property
     def host(self) -> float:
-        """A rank's bytes of host memory for offloaded optimizer states and background checkpoints."""
+        """The bytes of host memory that a rank needs at most, for offloaded optimizer states and for
+        checkpoints written in the background."""
         return max(stage.host for stage in self.memory)
 
     @property
@@ -75,12 +76,13 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, from 0 to 1, with attention counted in full, not as its causal half."""
+        """Model FLOPs utilization, from 0 to 1. All pairs of positions count in attention, not only the
+        causal half."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float) -> dict[str, Any]:
-        """Return the facts about this plan that ``ppfleetx plan --json`` prints, for a run over ``tokens``
-        tokens."""
+        """Return the JSON object that ``ppfleetx plan --json`` prints for this plan, with the cost of a run
+        over ``tokens`` tokens."""
         flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),
@@ -120,7 +122,8 @@ class RunLength:
     card_hours: float
 
     def cost(self, per_hour: float) -> tuple[float, float]:
-        """Return the cost of the run and of a million tokens. ``per_hour`` is the price of a card-hour."""
+        """Return the cost of the run, and the cost per million tokens. ``per_hour`` is the price of a
+        card-hour."""
         whole = self.card_hours * per_hour
         return whole, whole / self.tokens * 1e6
 
@@ -133,8 +136,8 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 
 def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Prediction | None:
-    """Predict the memory and the step time of a configured run, like :func:`prediction_of_memory`. None also
-    if the card's speed in the run's data type is unknown."""
+    """Predict the memory and the step time of a configured run, like :func:`prediction_of_memory`. Returns
+    None also if the card's speed in the run's data type is unknown."""
     prediction = prediction_of_memory(cfg, device, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
         return None
@@ -145,14 +148,15 @@ def prediction_of_memory(cfg: RunConfig, device: str, device_name: str = "") -> 
     """Predict the memory of a configured run under its own plan; None if the run does not train the built-in
     GPT.
 
-    The card is the one in ``Global.card`` or, if unset, the card that fits the device.
+    The card is ``Global.card``. If unset, it is the card that belongs to ``device_name``, or else the card
+    assumed for ``device``.
 
     Args:
         device: the kind of device, such as ``gpu``.
         device_name: the driver's name of the device, such as ``NVIDIA A100-SXM4-80GB``; "" if unknown.
 
     Raises:
-        ConfigError: there is no card of the name in ``Global.card``.
+        ConfigError: there is no card with the name in ``Global.card``.
     """
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None

@@ -38,7 +38,7 @@ class RecipeInputs:
     Attributes:
         depth: the number of layers.
         cards: the number of accelerator cards.
-        card: the kind of card: a name in ``cards.yaml``, or a YAML file.
+        card: the type of the cards: a name in ``cards.yaml``, or a YAML file that describes the card.
         tokens_per_param: training tokens per parameter.
     """
 
@@ -51,7 +51,8 @@ class RecipeInputs:
 
     @cached_property
     def kind(self) -> Card:
-        """The kind of card, with its constants of speed and memory. Raises ConfigError if it is unknown."""
+        """The description of ``card``: its constants of speed and memory. Raises ConfigError if ``card`` is
+        unknown."""
         return load_card(self.card, key="--cards")
 
     @property
@@ -89,7 +90,8 @@ class RecipeInputs:
 
     @property
     def compute(self) -> float:
-        """FLOPs of the whole run without the embeddings ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
+        """FLOPs of the whole run, without those of the embeddings ("DeepSeek LLM", Bi et al. 2024, equation
+        2)."""
         per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
         return per_token * self.tokens
 
@@ -100,7 +102,7 @@ class RecipeInputs:
 
     @property
     def batch(self) -> int:
-        """The number of sequences in a step: a multiple of ``cards`` near the optimum of "DeepSeek LLM" (Bi
+        """The global batch size in sequences: a multiple of ``cards`` near the optimum of "DeepSeek LLM" (Bi
         et al. 2024, eq. 1)."""
         # The result is ``cards`` times a power of two.
         power_of_two = self.cards & -self.cards
@@ -120,10 +122,10 @@ class Recipe:
     prediction: Prediction
 
     def summary(self, price: float | None = None) -> list[str]:
-        """Return lines of text: model size, run length, plan, and predicted time, memory and cost.
+        """Return a summary as a list of lines: model size, run length, plan, predicted time, memory and cost.
 
         Args:
-            price: the price of a card-hour; None: give the cost in card-hours only.
+            price: the price of a card-hour; None: the cost is given in card-hours only.
         """
         inputs, found = self.inputs, self.prediction
         run = run_length(found, inputs.steps * found.job.tokens)
@@ -149,7 +151,7 @@ class Recipe:
 
 
 def recipe(inputs: RecipeInputs, per_node: int = 8) -> Recipe:
-    """Make the training configuration for ``inputs``, under the fastest plan.
+    """Return the training configuration for ``inputs`` with the fastest parallel plan.
 
     ``per_node`` is the number of cards in a node.
 

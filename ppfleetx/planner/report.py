@@ -56,14 +56,15 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def parameters_text(model: ModelConfig) -> str:
-    """Return a text with the number of parameters and, for a mixture of experts, the number that one token
-    uses."""
+    """Return a string with the number of parameters and, for a mixture of experts, the number of active
+    parameters."""
     active = "" if model.moe is None else f", {active_count(model):,} of them active"
     return f"{parameter_count(model):,} parameters{active}"
 
 
 def account(prediction: Prediction) -> str:
-    """Return a full report on one plan: parameters, memory by stage and part, and step time by part."""
+    """Return a full report on one plan as a string: model size, memory by stage and part, step time by
+    part."""
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -115,8 +116,8 @@ def constants(cluster: Cluster) -> str:
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    """Return lines of text about the predicted memory of the fullest device. If ``Global.card`` is set, the
-    lines also say whether the run fits this card.
+    """Describe the predicted memory of the fullest device, as a list of lines. If ``Global.card`` is set, the
+    last line says whether the run fits this card.
 
     The list is empty if the run does not train the built-in GPT.
     """
@@ -149,11 +150,12 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """Return a text that says whether a run fits into the memory of a card.
+    """Return a sentence that says whether a run fits into the memory of a card.
 
     Args:
-        needed: the bytes that the run needs.
-        there: the bytes of the card's memory that the run can use.
+        needed: the bytes that the run needs on a card.
+        there: the bytes of memory that a program can use on a card.
+        card: the name of the card.
     """
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"

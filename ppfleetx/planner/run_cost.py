@@ -1,4 +1,5 @@
-"""Predict the cost of a whole run: days, card-hours, money, time lost to failures, a batch-size ramp."""
+"""Predict the cost of a whole run: days, card-hours, price, time lost to failures, time of a batch-size
+ramp."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from ppfleetx.planner.job import Job
 from ppfleetx.planner.prediction import HOUR, Prediction, run_length
 from ppfleetx.planner.step_time import step_time
 
-_NODE_WRITES = 2e9  # bytes/s that a node writes to a shared file system, unless --save-seconds is given
+_NODE_WRITES = 2e9  # bytes/s that a node writes to a shared file system, assumed without --save-seconds
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The failure rate of a run, its best checkpoint interval, and the time that failures and checkpoints
+    """The failure rate of a job, its best checkpoint interval, and the time that failures and checkpoints
     cost.
 
     Attributes:
         mtbf: mean time between failures of the job, in seconds.
-        save: seconds that the job waits for a checkpoint.
+        save: seconds to save a checkpoint.
         interval: the best interval between checkpoints, in seconds.
         steps: the best interval in steps.
         lost: the share of the run's time that failures and checkpoints cost.
@@ -40,7 +41,7 @@ class Failures:
 def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: float) -> Failures:
     """Compute the best interval between checkpoints, and the time that failures and checkpoints then cost.
 
-    Source: Young 1974, refined by Daly 2006, equation 37.
+    The formula is from Daly 2006, equation 37, a refinement of Young 1974.
 
     Args:
         node_mtbf: mean time between failures of one node, in seconds.
@@ -62,8 +63,8 @@ def _daly(save: float, mtbf: float) -> float:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the size of a checkpoint in bytes: optimizer states, and the float32 master weights or, if there
-    are none, the parameters."""
+    """Return the size of a checkpoint in bytes. It contains the optimizer states, and the float32 master
+    weights or, if there are none, the parameters."""
     each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
     return parameter_count(job.model) * each
 
@@ -73,8 +74,8 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
     batches.
 
     Raises:
-        ValueError: a batch of the ramp does not divide into the micro batches of all data-parallel ranks, or
-            the ramp has no batch below the full one.
+        ValueError: a batch size of the ramp is not a multiple of micro batch size x data-parallel ranks, or
+            the ramp has no batch size below the full one.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes
@@ -93,7 +94,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class RunCostOptions:
-    """The options of ``ppfleetx plan`` about the whole run, such as ``--mtbf``."""
+    """The options of ``ppfleetx plan`` that concern the whole run, such as ``--mtbf``."""
 
     price: float | None
     node_mtbf_hours: float | None
@@ -103,7 +104,7 @@ class RunCostOptions:
     ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """Return the cost of failures and checkpoints as JSON data; empty without ``--mtbf``."""
+        """Return the cost of failures and checkpoints as a dictionary for JSON; empty without ``--mtbf``."""
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)
@@ -166,8 +167,8 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: RunCostOptions) -> list[str]:
-    """Return the lines of a table of step time, days, card-hours and MFU for other numbers of cards. Only the
-    number of data-parallel replicas changes; model parallelism and the global batch stay the same."""
+    """Return a table of step time, days, card-hours and MFU for other numbers of cards, as a list of lines.
+    Only ``dp`` changes; the other degrees and the global batch size stay the same."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

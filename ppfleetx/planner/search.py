@@ -1,4 +1,4 @@
-"""Search the legal parallel plans for a number of cards, and rank the plans that fit into memory."""
+"""Search legal parallel plans on a given number of cards, and rank the plans that fit into memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from ppfleetx.planner.plan_to_config import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.utils.progress_bar import track
 
-MAX_CARDS = 131_072  # more than in any cluster of today; a larger number is a typo
+MAX_CARDS = 131_072  # more than in any cluster today; a larger number is probably a typo
 _MAX_MICRO_BATCH = 64
-_SIMULATED = 40  # the number of plans with the best estimates that are simulated for the final ranking
+_SIMULATED = 40  # number of candidates with the best estimates, which are simulated for the final ranking
 
 
 @dataclass
 class SearchResult:
     """The best candidates found, and how many were considered.
 
-    A candidate is a plan with one micro batch size and one kind of recompute.
+    A candidate is a plan with one micro batch size and one recompute granularity.
 
     Attributes:
         best: the predictions for the best candidates, best first.
         plans: the number of plans.
-        too_large: the number of plans left out because even a lower bound of their memory is too large.
-        fit, unfit: the numbers of candidates found to fit into memory, and found not to fit.
-        slower: the number of candidates found too slow to be checked for memory.
+        too_large: the number of plans that do not fit into memory with any micro batch size.
+        fit, unfit: the numbers of candidates that fit into memory and that do not fit.
+        slower: the number of candidates that were too slow to be among the best. Their memory was not
+            checked.
     """
 
     best: tuple[Prediction, ...] = ()
@@ -74,13 +75,15 @@ def search(
     keep: int = 10,
     asked_in: str = "--devices",
 ) -> SearchResult:
-    """Find the best parallel plans to train the model and batch of ``job`` on ``devices`` cards.
+    """Find the best parallel plans to train the model of ``job`` on ``devices`` cards.
 
     Args:
-        job: the model and the batch. Its plan only serves to compute the global batch size.
+        job: the model and the global batch size (``job.global_batch``). ``job.plan`` does not limit the
+            search.
         goal: ``time`` to rank plans by the upper bound of their likely step time, ``memory`` to rank them by
             memory.
         keep: the largest number of candidates to return.
+        asked_in: the command-line option that gives ``devices``, for error messages.
 
     Raises:
         ConfigError: there are more than :data:`MAX_CARDS` cards.
@@ -115,10 +118,8 @@ class _Search:
     found: SearchResult
 
     def try_plan(self, plan: ParallelPlan) -> bool:
-        """Try ``plan`` with several micro batch sizes and kinds of recompute, and keep the best candidates.
-
-        Returns True if at least one candidate is found not to fit into memory.
-        """
+        """Try ``plan`` with several micro batch sizes and recompute granularities, and keep the best
+        candidates. Returns True if at least one candidate that was checked does not fit into memory."""
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
@@ -130,10 +131,10 @@ class _Search:
         return not every_fits
 
     def _all_fit(self, fitted: Job) -> bool:
-        """Try a job with more and more recompute, and keep the best candidates. Returns whether all
-        candidates that were tried fit into memory.
+        """Try the job ``fitted`` with more and more recompute, and keep the best candidates. Returns whether
+        all candidates that were checked fit into memory.
 
-        A search for the fastest plan ends with the first candidate that fits or is too slow.
+        In a search for the fastest plan, stop at the first candidate that fits or is too slow.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
@@ -198,9 +199,9 @@ def _plans(job: Job, work: Workload, devices: int, per_node: int) -> Iterator[Pa
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """Yield ``plan`` with each legal ``ep``, and with experts sliced over ``mp`` ranks or kept whole.
+    """Yield ``plan`` with each legal ``ep``, and with experts that are sliced over ``mp`` ranks or whole.
 
-    For a model without experts, yield ``plan`` alone.
+    For a model without experts, yield only ``plan``.
     """
     experts = work.num_experts or 1
     for ep, emp in product(divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
@@ -210,7 +211,7 @@ def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
-    """Yield each plan with 1F1B and, if it has a pipeline without virtual stages, with ZB-H1."""
+    """Yield each plan with schedule 1F1B and, if it has a pipeline without virtual stages, with ZB-H1."""
     for plan in plans:
         yield plan
         if plan.pp > 1 and plan.virtual_pp_degree == 1:

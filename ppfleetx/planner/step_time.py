@@ -1,7 +1,7 @@
-"""Predict the time of one optimizer step under a parallel plan, part by part.
+"""Predict the time of one optimizer step under a parallel plan, by kind of work.
 
-Communication that overlaps with computation is assumed not to slow the computation down. If the communication
-takes longer than the computation, the difference is added to the time of the step.
+Overlapping communication is assumed not to slow the computation down. If the communication takes longer than
+the computation, the difference is added to the time of the step.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Return the seconds that a step waits for gradient reductions.
+    """Return the seconds that a step waits for gradient reductions on pipeline stage ``stage``.
 
     Args:
         one_sum: seconds of one reduction of all gradients, without overlap.
-        passes: seconds of the passes of one micro batch on this stage.
+        passes: seconds of the passes of one micro batch on the stage.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
     bucket, whole = job.overlap.bucket_bytes, held.dense * job.precision.gradient_bytes
     if bucket is None or not whole:
         return rounds * one_sum
     if _leaves_in_every_pass(job):
-        # Gradients are collected in one bucket per owner; the rest of each bucket is sent after the step.
+        # Each owner has one open bucket, on average half full, which is sent after the last pass.
         last = min(1.0, job.plan.sharding * bucket / 2 / whole)
         between = max(0.0, one_sum - passes.forward - passes.backward)
         return (rounds - 1) * between + max(one_sum - passes.backward, one_sum * last)
@@ -59,11 +59,13 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Return the seconds that the next forward pass waits for updated parameters (sharding stages 1 and 2).
+    """Return the seconds that the first forward pass of the next step waits for updated parameters (sharding
+    stages 1 and 2).
 
     Args:
+        stage: the pipeline stage.
         sending: seconds to send all updated parameters, without overlap.
-        passes: seconds of the passes of one micro batch on this stage.
+        passes: seconds of the passes of one micro batch on the stage.
     """
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
@@ -74,7 +76,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
     """Return the seconds that a layer waits for its parameters under sharding stage 3.
 
-    ``fetching`` is the time to fetch the parameters, and ``computing`` the time of one layer's computation.
+    ``fetching`` is the time to fetch the parameters of a layer; ``computing`` is the time to compute a layer.
     """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
@@ -84,10 +86,10 @@ def _leaves_in_every_pass(job: Job) -> bool:
 
 
 _LOW, _HIGH = 0.93, 1.10
-"""The likely interval of a step time, relative to the prediction: it contains nine of ten measurements of
-published runs (``docs/planner.md``)."""
+"""The bounds of the likely step time, as factors of the predicted time. Nine of ten published step times are
+within them (``docs/planner.md``)."""
 _HIGH_PER_DOUBLING = 0.12
-"""The increase of the upper bound for each doubling of the tensor-parallel groups that share a node's network
+"""The increase of the upper bound for each doubling of the number of tensor-parallel groups that share a node
 (:func:`ppfleetx.planner.communication.groups_sharing_node`).
 """
 
@@ -129,11 +131,12 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds by kind of work. For passes, the time on the busiest pipeline stage counts. All parts
-            except ``recompute`` add up to ``seconds``. The time of ``recompute`` is included in other parts,
-            such as ``matmul``.
+        parts: seconds by kind of work. Parts of the forward and backward passes are those of the busiest
+            pipeline stage. All parts except ``recompute`` add up to ``seconds``. The time of ``recompute`` is
+            included in other parts, such as ``matmul``.
         timeline: the simulated passes of the pipeline.
-        bubble: the share of the passes' time in which a stage is idle on average.
+        bubble: the fraction of the timeline in which a stage is idle, averaged over the stages. The time of
+            messages does not count as idle.
         spread: lower and upper bound of the likely time, as factors of ``seconds``.
     """
 
@@ -203,7 +206,7 @@ def estimate_seconds(job: Job, cluster: Cluster) -> float:
         parts += [_seconds(_edge_passes(same, cluster, "last"))] if stage == plan.pp - 1 else []
         ways[stage] = PassSeconds(*(sum(way) for way in zip(*parts, strict=True)))
     stages = [way.forward + way.backward for way in ways.values()]
-    # The slower one of the first and the last stage sets the time per micro batch.
+    # The slower of the first and the last stage determines the time per micro batch.
     total = job.accumulate * max(stages)
     if plan.pp > 1:
         message = _messages(job, cluster).seconds
@@ -226,8 +229,9 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return the seconds of the work after the passes of a step: the gradient reduction, the optimizer
-    update, the sending of the updated parameters, and the total."""
+    """Return the seconds that a step spends after its passes on gradient reduction, on the optimizer update
+    and on sending the updated parameters, and their total. ``ranks`` maps a stage to the parameters on one of
+    its ranks and to the time of its passes."""
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -235,7 +239,8 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """Return the times of forward, backward and recomputation per micro batch, ``[stage][virtual stage]``.
+    """Return the times of forward pass, backward pass and recomputation of one micro batch, each as
+    ``[stage][virtual stage]``.
 
     The backward times include recomputation.
     """
@@ -274,10 +279,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Return the seconds of the matmuls with weights in the forward pass of ``block``.
-
-    If ``block`` is None, return this time for the operations after the last block.
-    """
+    """Return the seconds of the matmuls with weights in the forward pass of ``block`` or, if ``block`` is
+    None, of the operations after the last block."""
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -305,7 +308,8 @@ def _layer_passes(
 def _layer_computation(
     same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
-    """Return the times of a layer's operations in forward, backward and recomputation."""
+    """Return the times of a layer's operations in the forward pass, in the backward pass without
+    recomputation, and in recomputation."""
     job = same.job
     operations = list(block.operations(job.work))
     repeated = [one for one in operations if one.is_repeated(recompute)]
@@ -332,7 +336,7 @@ def _backward(operations: Iterable[Operation], job: Job, cluster: Cluster) -> Pa
 
 
 _SCORES_STREAMED = 0.2
-"""Share of the attention scores' memory traffic that does not overlap with the matmuls (fitted)."""
+"""Fraction of the attention scores' memory traffic that does not overlap with their matmuls (fitted)."""
 
 
 def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cluster: Cluster) -> Passes:
@@ -355,8 +359,8 @@ def _priced(costs: Iterable[tuple[Operation, float, float, float]], job: Job, cl
 def _activation_sum(job: Job, cluster: Cluster) -> float:
     """Return the seconds of one tensor-parallel all-reduce of hidden states.
 
-    Under sequence parallelism, the reduce-scatter and the all-gather that replace the all-reduce take the
-    same time together.
+    Under sequence parallelism, a reduce-scatter and an all-gather replace the all-reduce. Together, they take
+    the same time.
     """
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
@@ -382,10 +386,11 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """Return the seconds that a pass of a layer spends on sending tokens to experts and the results back."""
+    """Return the seconds that a layer spends in one pass on sending tokens to their experts, and the results
+    back."""
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
-    # Ranks that slice an expert gather the tokens and sum up the results.
+    # The ranks among which an expert is sliced gather the tokens and sum the results.
     seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
     if not plan.sequence_parallel:
         # Each rank has sent only its share of the tokens.
@@ -394,7 +399,7 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """Return the time of a message between pipeline stages, and whether its sender waits."""
+    """Return the time of a message between pipeline stages, and whether senders wait until it has arrived."""
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
@@ -417,7 +422,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds per step in which gradients are reduced and nothing is computed."""
+    """Return the seconds per step in which gradients are reduced and nothing is computed, on pipeline stage
+    ``stage``."""
     # Only the reduction ``early`` can overlap with the passes.
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
@@ -438,10 +444,8 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds that the next forward pass waits for parameters that other ranks have updated.
-
-    The result is 0 without sharding and under stage 3.
-    """
+    """Return the seconds that the first forward pass of the next step waits for parameters that other ranks
+    have updated; 0 without sharding and under sharding stage 3."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
     group = group_of(job.plan, "sharding", cluster)
@@ -453,7 +457,7 @@ def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: P
 
 
 _HOST_SECONDS_PER_PARAMETER = 11e-9
-"""Seconds per parameter of AdamW on the host with one thread (measured, ``docs/parallelism.md``)."""
+"""Seconds per parameter of an AdamW update on the host with one thread (measured, docs/parallelism.md)."""
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:

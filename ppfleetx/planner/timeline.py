@@ -18,9 +18,10 @@ _WEIGHTS = -1
 
 
 class Span(NamedTuple):
-    """One pass of a micro batch on a pipeline stage, in seconds from the start of the step.
+    """One pass of a micro batch on a pipeline stage.
 
     Attributes:
+        start, end: seconds from the start of the step.
         chunk: the virtual stage.
         is_weights: whether the pass computes only weight gradients (ZB-H1).
     """
@@ -53,8 +54,8 @@ class Timeline:
     """The result of simulating a step.
 
     Attributes:
-        spans: the simulated passes. For a long step, a step with fewer micro batches is simulated.
-        seconds: the time from the start of the first pass to the end of the last one.
+        spans: the simulated passes. Instead of a long step, a step with fewer micro batches is simulated.
+        seconds: the time from the start of the first pass to the end of the last pass of the whole step.
     """
 
     spans: tuple[Span, ...]
@@ -75,9 +76,11 @@ def simulate(
 
     Args:
         forward, backward: seconds of the passes of one micro batch, ``[stage][virtual stage]``.
-        whole: whether to simulate every micro batch instead of extrapolating a long step.
+        whole: whether to simulate every micro batch, even of a long step. If False, the time of a long step
+            is extrapolated from two shorter ones.
         forwards_first: whether a schedule with virtual stages runs all forward passes first.
-        weights: for ZB-H1, the seconds in ``backward`` that each stage spends on weight gradients.
+        weights: for ZB-H1, the part of the seconds in ``backward`` that each stage spends on weight
+            gradients; None: the schedule is 1F1B.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     assert weights is None or num_chunks == 1, "ZB-H1 is of whole stages"
@@ -116,8 +119,8 @@ class _Stages:
         self._num_stages = len(forward)
         self._last = self._num_stages * len(forward[0]) - 1
         self._clock = [0.0] * self._num_stages
-        self._gone = [[0.0, 0.0] for _ in forward]  # when a stage's last gradient and last output were sent
-        # when the input of a pass (is forward, chunk, micro batch) arrived
+        self._gone = [[0.0, 0.0] for _ in forward]  # arrival of each stage's last gradient and last output
+        # arrival of the input of each pass: (is forward, virtual stage in model order, micro batch)
         self._arrived: dict[tuple[bool, int, int], float] = {}
         self._spans: list[Span] = []
 
@@ -145,9 +148,9 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run a pass of a stage and send its output.
+        """Run one pass of a stage, and send the output.
 
-        Returns a list with the receiving stage, or an empty list if no other stage receives the output.
+        Returns a list with the stage that receives the output, or an empty list if no other stage does.
         """
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]

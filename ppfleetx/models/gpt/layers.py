@@ -30,9 +30,9 @@ class HiddenState(NamedTuple):
 
     Attributes:
         hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
-        position_ids: ``[b, s]``; for LongRoPE, indices of rows of its cos and sin tables
+        position_ids: ``[b, s]``; for LongRoPE, row indices into its cos and sin tables
             (:func:`~ppfleetx.nn.positions.places`). None if the blocks do not need them.
-        document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
+        document_start: ``[b, s]``, the first position that each position can attend to; None: no limit.
     """
 
     hidden: paddle.Tensor
@@ -53,7 +53,7 @@ class HiddenState(NamedTuple):
 
 
 class Embedding(nn.Layer):
-    """The first stage: word embeddings plus learned position embeddings.
+    """The first stage: word embeddings plus learned or fixed position embeddings, if any.
 
     Args:
         word_embeddings: a word embedding shared with another stage; None creates a new one.
@@ -88,7 +88,8 @@ class Embedding(nn.Layer):
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
     def embed(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Return the embeddings ``[s, b, h]`` of ``tokens [b, s]`` at ``position_ids [b, s]``."""
+        """Return the embeddings ``[s, b, h]`` of ``tokens [b, s]`` at ``position_ids [b, s]``. Under sequence
+        or context parallelism, the result has only this rank's positions."""
         # Transpose the ids rather than the much larger embeddings.
         both = (tokens, position_ids)
         tokens, position_ids = (self.factory.local_positions(ids).transpose([1, 0]) for ids in both)
@@ -112,9 +113,8 @@ class Block(nn.Layer):
         layer_index: index of the block in the whole model.
         recompute: granularity of recomputation: ``full``, ``full_attn`` or ``core_attn``; None: the backward
             pass recomputes nothing.
-        carries_positions: whether the tuple of tensors that blocks pass on (:class:`HiddenState`) has the
-            position ids. True also for a block that does not use them, if other blocks do. None: True if
-            this block has rotary positions.
+        carries_positions: whether the packed :class:`HiddenState` has position ids. It must be True if any
+            block uses them, even if this block does not. None: True if this block has rotary positions.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
         """Return the output of the attention branch, before the residual addition: norm, attention, dropout,
-        post-norm, multiplier. The caller decides whether this is recomputed in the backward pass."""
+        post-norm, multiplier. The caller decides whether the backward pass recomputes this output."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._branch_output(branch, self.attention_post_norm)
@@ -240,10 +240,12 @@ class LanguageHead(ChunkedHead):
     def forward(
         self, state: State, cache: KeyValueCache | None = None, target: ChunkTarget | None = None
     ) -> Any:
-        """Return the logits ``[s, b, V]``; under tensor parallelism, only this rank's columns. If the loss is
-        computed in chunks, return :class:`DeferredLogits` instead. These call the head again, with a
-        ``target``. The head then returns the loss or, if gradients are disabled, a list with the result of
-        each chunk."""
+        """Return the logits ``[s, b, V]``; under tensor parallelism, only this rank's columns.
+
+        If the loss is computed in chunks, return :class:`DeferredLogits` instead. To compute the loss,
+        :class:`DeferredLogits` calls the head again with a ``target``. The head then returns the sum of the
+        loss or, if gradients are disabled, a list with the result of each chunk.
+        """
         if target is not None:
             return self.run_chunks(self.entered(state[0]), target)
         if self.defers((state, cache)):

@@ -1,5 +1,6 @@
-"""The declaration of a GPT: embedding, blocks, final norm, head. Layers, planner, ``--check`` and checkpoint
-conversion compute sizes, parameters and costs from this plain data. Does not import Paddle."""
+"""Declarations of a GPT's embedding, blocks, final norm and head: dataclasses with sizes and options, without
+tensors. The layers are built from them, and the planner, ``--check`` and checkpoint conversion derive
+parameter shapes and costs from them. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class EmbeddingSpec:
         positions: the learned position embedding, or None.
         dropout: dropout probability of the summed embeddings.
         norm: norm of the word embeddings, or None.
-        multiplier: factor of the word embeddings, applied before the norm.
+        multiplier: factor by which the word embeddings are multiplied, before the norm.
     """
 
     words: TableSpec
@@ -76,14 +77,15 @@ class BlockSpec:
     """Declaration of a transformer block.
 
     Attributes:
-        layer: the class of the block.
+        layer: class of the layer that is built from the declaration, or its ``module:class`` path.
         input_norm: norm of attention's input; None: no norm.
         attention: declaration of attention.
         attention_post_norm: norm of attention's output, before the residual addition (Ding et al., 2021).
         mlp_norm: norm of the MLP's input; None: ``input_norm`` also normalizes the MLP's input.
         mlp: declaration of the MLP or mixture of experts.
         mlp_post_norm: norm of the MLP's output, before the residual addition.
-        parallel_residual: whether attention and MLP read the same hidden states (Black et al., 2022).
+        parallel_residual: whether the MLP reads the block's input, as attention does, instead of the sum of
+            input and attention output (Black et al., 2022).
         dropout: dropout probability of each branch's output, before the residual addition.
         multiplier: factor of each branch's output, before the residual addition.
     """
@@ -104,7 +106,7 @@ class BlockSpec:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # cached, because cost caches look up blocks often
+    def _hash(self) -> int:  # cached, because blocks are keys of the cost caches
         return hash((self.attention, self.mlp, self.input_norm))
 
     @property
@@ -131,7 +133,7 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """Return the operations of a forward pass for the memory simulation
+        """Return the operations of a forward pass as a tape, the input of the memory simulation
         (:mod:`ppfleetx.nn.activation_memory`)."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.new_gradient_share
@@ -179,13 +181,14 @@ class HeadSpec:
     """Declaration of the head: a language-model head, or a classification head that every rank replicates.
 
     Attributes:
-        num_outputs: vocabulary size or number of classes. Further columns of the matrix are padding.
+        num_outputs: vocabulary size or number of classes. Columns of the matrix beyond this number are
+            padding.
         linear: the head's own matrix; None if the head is tied. If its ``cut`` is ``"whole"``, the head is a
             classification head.
         words: the word embedding that a tied head uses; None if the head is not tied.
-        loss_chunks: number of chunks of positions in which logits and loss are computed.
+        loss_chunks: number of chunks into which the positions are divided to compute logits and loss.
         softcap: soft cap of the logits; None: no cap.
-        multiplier: factor of the logits, applied to the hidden states.
+        multiplier: factor of the logits. The final norm applies it to the hidden states.
     """
 
     num_outputs: int
@@ -201,7 +204,8 @@ class HeadSpec:
 
     @property
     def name(self) -> str:
-        """The prefix of the head's canonical parameter names."""
+        """The prefix of the head's canonical parameter names: ``score`` for a classification head, otherwise
+        ``head``."""
         return "score" if self.matrix.cut == "whole" else "head"
 
     @property
@@ -268,8 +272,8 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Declaration of a whole model. Equal blocks should be the same object, so that their cost is computed
-    only once."""
+    """Declaration of a whole model. Equal blocks should be the same object, because the cost caches compare
+    identical objects faster."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
@@ -388,8 +392,8 @@ def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> Bloc
 
 
 def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
-    """Build the declaration of the mixture of experts that replaces ``mlp``. Experts are copies of ``mlp``
-    with their own inner width."""
+    """Build the declaration of the mixture of experts that replaces ``mlp``. Experts are like ``mlp``, but
+    with FFN width ``cfg.moe.expert_ffn_size``, if that is set."""
     expert = replace(mlp, ffn_hidden_size=cfg.moe.expert_ffn_size or mlp.ffn_hidden_size)
     shared = cfg.moe.shared_experts
     shared_mlp = None if shared is None else replace(mlp, ffn_hidden_size=shared.ffn_size)
@@ -397,7 +401,8 @@ def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
 
 
 def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
-    """Build the declaration of attention."""
+    """Build the declaration of attention: latent attention (MLA) if ``Model.latent_attention`` is set, else
+    multi-head or grouped-query attention. ``output_init`` initializes the output projection."""
     latent = cfg.latent_attention
     both: dict[str, Any] = {
         "hidden_size": cfg.hidden_size,
@@ -499,8 +504,8 @@ def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
 
 
 def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:
-    """Return the declaration of every parameter by canonical name, in model order, including adapters and the
-    changes by the ``Compress`` section."""
+    """Return the declaration of every parameter by canonical name, in model order. LoRA adapters and the
+    changes made by the section ``Compress`` are included."""
     return transformed(model_spec(model).parameters(), model.lora, compress)
 
 
@@ -510,8 +515,8 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def trained_count(model: ModelConfig) -> int:
-    """Return the number of trainable parameters. With LoRA, these are the adapters and a classification
-    head."""
+    """Return the number of trainable parameters. With LoRA, only the adapters and a classification head, if
+    any, are trainable."""
     return sum(math.prod(spec.shape) for spec in parameter_specs(model).values() if spec.trains)
 
 
@@ -523,8 +528,8 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def active_count(model: ModelConfig) -> int:
-    """Return the number of parameters used for one position. Only the experts that the router chooses
-    count."""
+    """Return the number of parameters used for one token. Of the experts, only those that the router chooses
+    for the token count."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
@@ -532,7 +537,8 @@ def active_count(model: ModelConfig) -> int:
 
 
 def matrix_size(layer: LayerSpec) -> int:
-    """Return the number of elements of all weight matrices that multiply one position's hidden state."""
+    """Return the number of weights of ``layer`` that are multiplied with one token's activations in matmuls.
+    Of the experts, only those that the router chooses for the token count."""
     kinds = ("matrix", "router")
     size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
     mlp = getattr(layer, "mlp", layer)
@@ -540,10 +546,10 @@ def matrix_size(layer: LayerSpec) -> int:
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Return the floating-point operations of one optimizer step over the whole job, forward and backward.
+    """Return the model FLOPs of one optimizer step over the whole job, forward and backward.
 
-    Only matrix products count, with two operations per multiply-add. Of the attention scores, only the causal
-    half counts. Recomputation does not count. The formula is from Megatron-LM.
+    Only matmuls count, with two operations per multiply-add. Of the attention scores, only the causal half
+    counts. Recomputation does not count. The formula is from Megatron-LM.
     """
     # Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu). q, kv and f are the widths of
     # queries, keys and the MLP. For a plain GPT, this is 72BLsh^2(1 + s/12h + V/12hL).

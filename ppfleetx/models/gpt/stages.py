@@ -1,4 +1,4 @@
-"""Build the stages of a model from the ``Model`` section of a configuration."""
+"""Build the stages of a model, which describe its layers, from the configuration section ``Model``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the table of the position embedding has a wrong number of rows.
+        ConfigError: the table of the position embedding does not have the declared number of rows.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
@@ -102,7 +102,7 @@ def _rotary_of(block: BlockSpec, positions: Positions) -> Rotary | None:
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
     """Build the stages of a GPT with a classification head (``score.weight``) instead of a language-model
     head."""
-    body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # the tied head is gone
+    body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # the tied head is removed
     final_norm = body[-1]
     if "multiplier" in final_norm.kwargs:  # scales the language-model head's logits only
         body[-1] = replace(final_norm, kwargs={**final_norm.kwargs, "multiplier": 1.0})
