@@ -167,7 +167,7 @@ def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
     return [complete_gradient(parameter) for parameter in parameters if is_in_use(parameter)]
 
 
-def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
+def with_model_groups(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
     """Create the process groups that the model's parameters need. All ranks must call this. Returns ``ctx``
     with these groups, and whether the model has experts."""
     needed = groups_needed(specs, ctx.mesh)

@@ -27,7 +27,7 @@ from ppfleetx.nn.stage import LayerFactory, Stage, first_value
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
 from ppfleetx.optims.param_groups import group_rows
-from ppfleetx.parallel.grad_sync import GradientSync, whole_model
+from ppfleetx.parallel.grad_sync import GradientSync, with_model_groups
 from ppfleetx.parallel.mixed_precision import Precision
 from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
 
@@ -145,7 +145,7 @@ def _optimizer_and_sync(
     """Convert the parameters to their final dtypes, and initialize them. Return the optimizer of the
     parameters that this rank updates (None if ``train`` is False), and the object that reduces gradients."""
     parameters = model.parameters()
-    ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
+    ctx, has_experts = with_model_groups((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
     named = [(parameter.info.name, parameter) for parameter in parameters]
     low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload

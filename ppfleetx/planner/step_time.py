@@ -58,7 +58,7 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
     return max(one_sum - passes.backward * (1 - first), one_sum * last)
 
 
-def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
+def waited_for_parameters(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
     """Return the seconds that the first forward pass of the next step waits for updated parameters (sharding
     stages 1 and 2).
 
@@ -453,7 +453,7 @@ def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: P
     sending = gather_seconds(held.dense * each, group, cluster)
     if held.experts:
         sending += gather_seconds(held.experts * each, group_of(job.plan, "edp", cluster), cluster)
-    return waited_for_values(job, stage, held, sending, passes)
+    return waited_for_parameters(job, stage, held, sending, passes)
 
 
 _HOST_SECONDS_PER_PARAMETER = 11e-9

@@ -16,7 +16,7 @@ from ppfleetx.planner.step_time import (
     step_time,
     waited_for_gradients,
     waited_for_layer,
-    waited_for_values,
+    waited_for_parameters,
 )
 from tests.planner.test_parts import LAYERS, LENGTH, H
 from tests.planner.test_parts import small_job as small
@@ -57,9 +57,9 @@ def test_values_wait_for_the_embedding_alone():
     job = replace(small(ParallelPlan(sharding=2)), overlap=Overlap(values=True))
     held = held_parameters(job, 0)
     share = 512 * H / held.trained
-    assert waited_for_values(job, 0, held, 0.5, PASSES) == pytest.approx(0.5 * share)
-    assert waited_for_values(job, 0, held, 3.0, PASSES) == pytest.approx(2.0)
-    assert waited_for_values(replace(job, overlap=Overlap()), 0, held, 0.5, PASSES) == 0.5
+    assert waited_for_parameters(job, 0, held, 0.5, PASSES) == pytest.approx(0.5 * share)
+    assert waited_for_parameters(job, 0, held, 3.0, PASSES) == pytest.approx(2.0)
+    assert waited_for_parameters(replace(job, overlap=Overlap()), 0, held, 0.5, PASSES) == 0.5
     assert (waited_for_layer(job, 3.0, 2.0), waited_for_layer(job, 1.0, 2.0)) == (1.0, 0.0)
     assert waited_for_layer(replace(job, overlap=Overlap()), 1.0, 2.0) == 1.0
 
