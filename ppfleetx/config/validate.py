@@ -56,8 +56,9 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError. The message shows the value and place of each key of the
-    violation that is in ``origins``; if there is none, it shows those of the first key."""
+    """Turn ``violation`` into a ConfigError. The message shows the value of each key that the user wrote, and
+    where it was written (``origins``). If the user wrote none of the keys, it shows the first key and its
+    default."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 

@@ -225,8 +225,9 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """Return the options of each table in ``content``, a parsed ``keys.yaml``, by the table's name.
-    ``prefixes`` maps a table's name to a prefix for the names of its options."""
+    """Parse the content of a ``keys.yaml``, in which each top-level list is a table. Return the tables by
+    name, with a :class:`Key` for each option of the other toolkit. ``prefixes`` gives, by table name, what to
+    put before the option names, such as ``deepspeed_config.``."""
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()

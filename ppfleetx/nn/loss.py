@@ -80,7 +80,8 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
 
 def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Return the cross entropy of each token, from logits whose columns are divided over the ranks of
-    ``group``. Without gradients, the result is float64, and NaN if a logit is not finite."""
+    ``group``. While gradients are recorded, this is the kernel's float32 result. Under ``no_grad``, it is a
+    more exact float64 result, and NaN for a token with a logit that is not finite."""
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 

@@ -23,7 +23,8 @@ class MLPSpec:
     """Declaration of an MLP, ``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: class of the layer, or ``module:class``; a subclass can set another class.
+        layer: the layer class that is built from this declaration, or its ``module:class`` name. A subclass
+            of the declaration can override it.
         ffn_hidden_size: inner width. With a gated activation, fc1 has twice as many outputs.
         activation: a value of ``Model.hidden_act``.
     """

@@ -185,9 +185,9 @@ class LayerFactory(Protocol):
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Score labels with :func:`ppfleetx.nn.loss.token_scores` from the head's output at this
-        rank's positions. ``labels`` and ``mask`` cover whole sequences. All ranks that divide the columns of
-        the logits get the same result."""
+        """Return the log probability of each label, and whether it is the most likely token (see
+        :func:`ppfleetx.nn.loss.token_scores`). ``logits`` cover this rank's part of the sequences, ``labels``
+        and ``mask`` the whole sequences. All tensor-parallel ranks get the same result."""
 
 
 def build_stage(

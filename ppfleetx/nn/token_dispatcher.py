@@ -184,7 +184,8 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Largest number of rows that any of the ranks that slice the same experts (``emp``) receives."""
+        """Number of rows to which each rank along ``emp`` pads what it received, so that all gather equal
+        sizes. It is the largest number that one of these ranks receives."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property

@@ -86,16 +86,19 @@ class LossScaler:
 
 
 class Precision:
-    """Applies ``Engine.mix_precision`` to a model and its steps. By default everything is float32.
+    """The mixed precision of a run, as configured in ``Engine.mix_precision``. Without a configuration,
+    everything is float32.
 
     Attributes:
         scaler: the loss scaler; None if no loss scale is needed.
-        matmuls_only: whether only attention, and matmuls with weights, are computed in 16 bits, as on a CPU.
-        cached_casts: function that returns a context manager, inside which the 16-bit copy of each weight is
-            made once and reused. Parameters must not change inside it.
+        matmuls_only: True on a CPU with bfloat16: attention and matmuls with weights use 16-bit operands, and
+            everything else is float32.
+        cached_casts: function that returns a context manager. Inside it, each weight is cast to 16 bits only
+            once, so parameters must not change there.
 
     Raises:
-        ConfigError: the device cannot compute in the configured dtype, and ``enable`` is not ``auto``.
+        ConfigError: the device cannot compute in the configured dtype. If ``enable`` is ``auto``, the run
+            computes in float32 instead.
     """
 
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:

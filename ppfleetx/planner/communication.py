@@ -76,8 +76,7 @@ class Group:
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return the placement of the communication groups along a parallel axis, such as ``mp``, on the
-    nodes."""
+    """Return how the communication groups of a parallel axis, such as ``mp``, are spread over nodes."""
     if axis in EXPERT_AXES:
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -87,7 +86,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """Return the placement of the communication groups along an expert-parallel axis on the nodes.
+    """Return how the communication groups of an expert-parallel axis are spread over nodes.
 
     Experts are divided among the ranks along ``ep``, sliced along ``emp``, and replicated along ``edp``.
     """

@@ -202,7 +202,9 @@ class Watchdog:
         self._excused = time.monotonic()
 
     def _report(self, **facts: Any) -> Report:
-        """Make this rank's report, with ``facts`` for :func:`capture_report`."""
+        """Return this rank's hang report, with the state of the other ranks on this machine and the number of
+        processes that were killed for lack of memory. ``facts`` are further arguments of
+        :func:`capture_report`."""
         report = capture_report(self._who, self._progress, self._record, timeout=self._timeout, **facts)
         killed, here = killed_for_memory() - self._killed_before, machine_id()
         states = {

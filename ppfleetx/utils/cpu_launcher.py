@@ -67,9 +67,9 @@ def apply() -> None:
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Adapt Paddle's launcher, which this process runs with the arguments ``options``. Sets
-    ``CUDA_VISIBLE_DEVICES`` if Paddle supports no card, limits the wait for other nodes, and makes the exit
-    code say why the job ended. A second call has no effect."""
+    """Set up this process, which runs Paddle's launcher with the arguments ``options``. On a machine without
+    a card, set ``CUDA_VISIBLE_DEVICES`` so that the launcher starts as many processes as requested. Add a
+    timeout for other nodes, and an exit code that says why the job ended. A second call has no effect."""
     # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
         return

@@ -279,13 +279,14 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the newest checkpoint of the run in ``output_dir``. With ``resume: auto``, damaged checkpoints
-    are skipped, and the result is None if no good checkpoint is left. With other values of ``resume``, the
-    result is None if the directory has no checkpoint and ``ckpt_dir`` is set.
+    """Return the newest checkpoint of the run in ``output_dir``, or None if training starts from elsewhere.
+
+    With ``resume: auto``, damaged checkpoints and those of other runs are skipped; None if none is left.
+    Otherwise the newest checkpoint must be usable. If there is none and ``ckpt_dir`` is set, return None.
 
     Raises:
-        CheckpointError: ``resume`` is not ``auto``, and the newest checkpoint is missing, damaged, or from
-            another run.
+        CheckpointError: without ``auto``, the newest checkpoint is damaged or belongs to another run, or
+            there is none and ``ckpt_dir`` is not set.
     """
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
