@@ -13,8 +13,7 @@ from ppfleetx.data.dataloader import MicroBatch
 
 
 class Metric(NamedTuple):
-    """A metric before division: ``total`` is its sum over all micro batches and ranks, and the mean is
-    ``total / count``."""
+    """The sum and count of a metric over all micro batches and ranks. Its mean is ``total / count``."""
 
     total: float
     count: float

@@ -39,15 +39,14 @@ class BasicModule(ABC):
         self.cfg = cfg
 
     def count(self, batch: MicroBatch) -> float:
-        """Return the number of tokens (for a classifier, examples) of a micro batch that count in the loss.
-        The loss of a step is divided by the sum of these numbers over the job. ``batch`` is in host
-        memory."""
+        """Return how many tokens (for a classifier, examples) of a micro batch contribute to the loss. The
+        loss of a step is divided by the sum of these numbers over the job. ``batch`` is in host memory."""
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
     def stages(self, factory: LayerFactory) -> list[Stage]:
         """Return the model's stages, first to last. A stage holds the class and the arguments of one layer.
-        Among the arguments is usually ``factory``, which makes linears, norms and embeddings."""
+        One of the arguments is usually ``factory``, which makes linears, norms and embeddings."""
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """Return the last stage's output for a micro batch, ``[s, b, V]`` for a language model.

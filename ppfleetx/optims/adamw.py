@@ -133,9 +133,11 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return (beta1^t, beta2^t) for each parameter, where t is the number of its next update. Parameters with
-    equal pairs are updated in one fused call. On a CPU, every pair is (0, 0), because the CPU kernel can
-    update parameters with different powers in one call."""
+    """Return (beta1^t, beta2^t) for each parameter, where t is the number of its next update.
+
+    Parameters with equal pairs are updated in one fused call. On a CPU, every pair is (0, 0), so that there
+    is only one call. The CPU kernel reads the powers of each parameter from its states.
+    """
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

@@ -32,9 +32,9 @@ def build_optimizer(
         width_multiplier: model width divided by ``Model.mup_base_width``, the width of the base model.
 
     Raises:
-        ConfigError: the optimizer is not registered, or its number of states differs from the registered
-            number. Also if the optimizer needs whole matrices, but these are sliced by tensor parallelism and
-            updated in host memory.
+        ConfigError: the optimizer is not registered, or its number of states is not the registered number.
+            Also raised for an optimizer that needs whole matrices, if tensor parallelism slices them and they
+            are updated in host memory.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)
@@ -56,8 +56,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """Return the parameter groups that section ``Optimizer`` defines: first the groups in ``groups``, then
-    the groups of ``name``, which take all other parameters."""
+    """Return the parameter groups that section ``Optimizer`` defines. The groups of ``Optimizer.groups`` come
+    first. The groups of the optimizer ``Optimizer.name`` follow, and take all other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
@@ -74,8 +74,8 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered_groups(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the parameter groups of the optimizer registered as ``cfg.name``. A registered rule class
-    updates one group with all parameters. A registered function returns the groups."""
+    """Return the parameter groups of the optimizer registered as ``cfg.name``. If a rule class is registered,
+    one group takes all parameters. If a function is registered, it returns the groups."""
     part = OPTIMIZERS.load(cfg.name)
     own = OPTIMIZERS.traits(cfg.name).options
     cfg = cfg.model_copy(update={"options": {key: cfg.options[key] for key in own if key in cfg.options}})

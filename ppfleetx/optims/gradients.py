@@ -29,8 +29,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def complete_gradient(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient. If it has none, return zeros, which become its gradient unless the
-    parameter's memory has been freed (sharding stage 3)."""
+    """Return the parameter's gradient. If it has none, return zeros. They also become its gradient, unless
+    the parameter's memory has been freed (sharding stage 3)."""
     gradient = gradient_of(parameter)
     if gradient is not None:
         return gradient
@@ -113,8 +113,8 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return tensors of shape [] whose sum is the squared norm of all ``gradients``: one tensor per gradient,
-    but only one for all small gradients if the fused operator is in use."""
+    """Return tensors of shape [] whose sum is the squared norm of all ``gradients``. There is one tensor per
+    gradient. If the fused operator is in use, all small gradients share one tensor."""
     small = [grad for grad in gradients if grad.size < _SMALL]
     if len(small) > 1 and ops.takes("grad_norm", *small):
         joined = paddle.concat([grad.reshape([-1]) for grad in small])
@@ -136,8 +136,8 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
 def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
-    """Clip the gradients to the global norm ``max_norm``: scale all in place if ``norm``, their global norm,
-    is larger. Gradients stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite."""
+    """Clip the gradients in place to the global norm ``max_norm``. ``norm`` is their current global norm.
+    Gradients stay unchanged if ``max_norm`` is None or 0, or if ``norm`` is not finite."""
     # Scaling by a norm that is not finite would hide the bad gradient from the caller.
     if not max_norm or not math.isfinite(norm):
         return

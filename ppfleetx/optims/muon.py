@@ -87,8 +87,8 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _orthogonalize_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """Orthogonalize one matrix of a fused weight. If ``head_dim`` is given, orthogonalize each head
-        separately."""
+        """Return ``piece``, one matrix of a fused weight, orthogonalized. If ``head_dim`` is given, each head
+        is orthogonalized separately."""
         # piece: [..., in, runs, width]. The matrix's columns form `runs` groups of `width` adjacent columns
         # of the weight.
         if head_dim is None:
@@ -111,8 +111,8 @@ def newton_schulz(
     """Orthogonalize each matrix in ``[..., m, n]`` approximately by Newton-Schulz iterations: move its
     singular values close to 1 and keep its singular vectors.
 
-    Each step uses one row of the table named ``coefficients``. If there are more steps than rows,
-    ``polar_express`` repeats its last row, and other tables start again from the first row. A matrix is first
+    Each step uses the next row of ``COEFFICIENTS[coefficients]``. After the last row, the steps start again
+    from the first row; with ``polar_express``, they repeat the last row. Before the first step, a matrix is
     divided by its norm, or by ``epsilon`` if that is greater.
 
     Args:

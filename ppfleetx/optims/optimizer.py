@@ -41,7 +41,7 @@ class UpdatePlace:
 
 @dataclass(frozen=True)
 class _Members:
-    """Parameters that are updated together. If ``weight_decay`` is None, the weight decay passed to each step
+    """Parameters that are updated together. If ``weight_decay`` is None, the optimizer's weight decay
     applies."""
 
     rule: Rule
@@ -58,8 +58,8 @@ class Optimizer:
         named_params: (canonical name, parameter) pairs; frozen parameters are ignored.
         decays: function of a canonical name that returns whether weight decay applies to the parameter.
         weight_decay: weight decay to use until :meth:`step` is called with another value.
-        rate_factor: function of a canonical name that returns a factor of the parameter's learning rate. The
-            factor of the parameter's group applies in addition.
+        rate_factor: function of a canonical name that returns a factor of the parameter's learning rate. It
+            is multiplied by the factor of the parameter's group.
     """
 
     def __init__(

@@ -65,15 +65,15 @@ class GroupRow:
 def group_rows(
     cfg: OptimizerConfig, specs: Iterable[ParamSpec], origins: Mapping[str, str] = MappingProxyType({})
 ) -> list[GroupRow]:
-    """Return the rows of the table of parameter groups that ``--check`` prints: first for the groups of
-    ``Optimizer.groups``, then for all other parameters of the model.
+    """Return the rows of the table of parameter groups that ``--check`` prints. The rows of
+    ``Optimizer.groups`` come first, followed by those of all other parameters of the model.
 
     Args:
-        origins: the place where each configuration key was set, for error messages.
+        origins: where each configuration key was set (for example, ``file:line``), for error messages.
 
     Raises:
-        ConfigError: a group or one of its patterns matches no trainable parameter, or Muon has no matrix to
-            update.
+        ConfigError: a group, or one of its patterns, matches no trainable parameter. Also raised if Muon has
+            no matrix to update.
     """
 
     def wrong(rule: str, key: str, value: str) -> ConfigError:

@@ -42,8 +42,8 @@ class ParamView:
         spec: the parameter's declaration; None if the optimizer is used without a model.
         value: the parameter, or its float32 master weight.
         gradient: the gradient, summed over all ranks and clipped. The rule can overwrite it.
-        rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight, under
-            ``UpdatePlace.on_host``, or for a matrix that was gathered from several ranks.
+        rounded: the 16-bit parameter whose master weight is ``value``; None without a master weight. Also
+            None if the update runs in host memory, or on a matrix gathered from several ranks.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Learning-rate and weight-decay schedules: pure functions of a position n. The position is the number of an
-optimizer step, counted from 1, or the number of training samples up to the end of the step. The formulas are
-from Megatron's parameter scheduler.
+"""Learning-rate and weight-decay schedules: pure functions of a position n. The position of an optimizer step
+is its number, counted from 1. In a schedule by samples, it is the number of training samples up to the end of
+the step. The formulas are from Megatron's parameter scheduler.
 
 Between the warm-up and ``decay_steps``, a decay function ``(n, schedule) -> rate`` gives the learning rate.
 After ``decay_steps``, the rate is ``min_lr``. A decay function that is registered with
@@ -30,8 +30,8 @@ class Schedule:
     ``decays=False``. ``unit`` is the unit of all lengths: ``step`` or ``sample``.
 
     Raises:
-        ConfigError: ``warmup_steps`` is greater than ``decay_steps``, or ``wsd_decay_steps`` is not between 1
-            and their difference.
+        ConfigError: ``warmup_steps`` is greater than ``decay_steps``. For ``wsd``, also raised if
+            ``wsd_decay_steps`` is not between 1 and ``decay_steps - warmup_steps``.
     """
 
     max_lr: float
@@ -62,8 +62,8 @@ class Schedule:
             raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=self.wsd_decay_steps)
 
     def position(self, *, steps: int, samples: int) -> int:
-        """Return the position in the schedule after ``steps`` steps with ``samples`` samples in total, in the
-        schedule's ``unit``."""
+        """Return the position in the schedule after ``steps`` optimizer steps on ``samples`` training samples
+        in total. It is one of these two numbers, depending on ``unit``."""
         return samples if self.unit == "sample" else steps
 
     def lr(self, step: int) -> float:
@@ -177,8 +177,8 @@ def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
             ``decay_steps``.
 
     Raises:
-        ConfigError: the lengths contradict each other (:class:`Schedule`), or the decay function returns an
-            invalid learning rate at the first step after the warm-up or at step ``decay_steps``.
+        ConfigError: the lengths contradict each other (:class:`Schedule`). Also raised if the decay function
+            returns an invalid learning rate for the first step after the warm-up, or for ``decay_steps``.
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or length

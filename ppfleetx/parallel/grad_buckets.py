@@ -25,8 +25,8 @@ _NEARLY_FULL = 0.75
 
 
 class SendOrder:
-    """Calls ``send`` with the index of each bucket when all gradients of the bucket are complete, in the
-    order of ``buckets``.
+    """Calls ``send(index)`` for each bucket when all gradients of the bucket are complete. The calls are in
+    the order of ``buckets``: a complete bucket waits for the buckets before it.
 
     Args:
         buckets: the parameters of each bucket. A parameter can be in only one bucket.

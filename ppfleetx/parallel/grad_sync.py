@@ -41,7 +41,7 @@ class GradientSync:
 
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
-        ctx: this process's place in the job, with the process groups of the whole model.
+        ctx: this process's rank and coordinates, with the process groups of the whole model.
         tied_group: process group of the pipeline ranks with copies of the tied parameters; None on other
             ranks.
         has_experts: whether any rank has parameters of experts.
@@ -87,8 +87,8 @@ class GradientSync:
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
         """Group this rank's parameters by process group. Returns (process group, parameters) pairs in the
-        order in which the collectives run. ``axes_of`` returns the process groups of a parameter, if any, as
-        tuples of axes."""
+        order in which the collectives run. ``axes_of`` returns the process groups of a parameter, each as a
+        tuple of axes, such as ``("dp", "sep")``."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -153,8 +153,9 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return whether this rank owns the parameter and is the rank that ``chosen`` selects among the ranks
-        with copies of it. ``chosen`` is :func:`counts` or :func:`writes` of :mod:`ppfleetx.nn.param_spec`."""
+        """Return whether this rank must count or write the parameter. It must own the parameter, and
+        ``chosen`` must select it among the ranks with a copy. ``chosen`` is :func:`counts` or :func:`writes`
+        of :mod:`ppfleetx.nn.param_spec`."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0

@@ -149,8 +149,8 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the number of micro batches in Paddle's pipeline, and select the cached message shapes for
-        inputs of this shape."""
+        """Set the number of micro batches in Paddle's pipeline. Also select the message shapes that are
+        cached for the input shape of ``micro_batches``."""
         self._pipeline.accumulate_steps = len(micro_batches)
         # For each mode (training or evaluation) and input shape, neighbors exchange message shapes only in
         # the first pass. All ranks of a pipeline do this in the same pass, because they read the same batch.
@@ -168,7 +168,7 @@ class PipelineRunner(StepRunner):
 
 
 class PipelineLoss:
-    """The loss of a task as the loss function of Paddle's pipeline, which calls it after the last stage.
+    """Wraps the loss of a task as a loss function for Paddle's pipeline, which calls it after the last stage.
 
     Args:
         factory: the layer factory, whose ``token_loss`` and ``token_scores`` handle sliced logits.
@@ -194,7 +194,8 @@ class PipelineLoss:
 
 
 def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:
-    """Yield (input of the first stage, batch for the loss) of each micro batch for Paddle's schedules."""
+    """Yield (input of the first stage, batch for the loss) for each micro batch, as Paddle's schedules expect
+    it."""
     for arrays in micro_batches:
         batch = to_tensors(arrays)
         yield tuple(batch[name] for name in _INPUTS if name in batch), batch

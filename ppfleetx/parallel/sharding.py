@@ -40,7 +40,7 @@ class Sharding:
 
     Args:
         parameters: this rank's trainable parameters without duplicates, in model order.
-        ctx: this process's place in the job, with the process groups of the owners.
+        ctx: this process's rank and coordinates, with the process groups of the owners.
         frozen: this rank's frozen parameters. They also have owners, for stage 3.
         bucket_bytes: approximate size of the gradient messages that overlap the backward pass; None: no
             overlap.
@@ -97,8 +97,8 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """Return the process group of the ranks among which the ownership of parameters is divided; None if
-        this rank is the only one."""
+        """Return the process group from whose ranks the parameter's owner is chosen; None if this rank is the
+        only candidate."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
@@ -157,12 +157,13 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks on ``stages`` that notice when the gradients of a layer are complete, and then send
-        the complete buckets. Does nothing in stage 1.
+        """Register hooks on the layers of ``stages``. When the gradients of a layer are complete, its hook
+        sends the buckets that are now complete. Does nothing in stage 1.
 
         In stage 3, a layer counts as complete when the backward pass has computed the gradient of its input.
-        In stage 2, or if the input is a leaf, the layer counts as complete at the end of the backward pass.
-        If the input needs no gradient, only :meth:`finish_gradients` sends the layer's gradients.
+        In stage 2, a layer counts as complete at the end of the backward pass. The same holds in stage 3 if
+        the layer's input is a leaf. If the input needs no gradient, only :meth:`finish_gradients` sends the
+        layer's gradients.
 
         Args:
             when_complete: function that calls its argument once the weight gradients exist: immediately, or

@@ -45,7 +45,7 @@ class StepOutput:
         skipped: whether the update was skipped, because gradients overflowed or ``StepRunner.judge`` rejected
             the update.
         metrics: metrics by name, without metrics whose count is 0. If the gradients were computed twice
-            (:data:`Judge`), the metrics are from the first time.
+            (:data:`Judge`), the metrics are from the first computation.
     """
 
     loss: float
@@ -147,9 +147,9 @@ class StepRunner(ABC):
         self._sync.finish_values()
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return this rank's number of tokens (for a classifier, examples) that count in the loss. If metrics
-        are declared, its numbers of valid tokens and of valid sequences follow. The sums over the job are the
-        divisors of the step's loss and metrics."""
+        """Return how many of this rank's tokens (for a classifier, examples) contribute to the loss. If
+        metrics are declared, the tuple also has the rank's numbers of valid tokens and valid sequences. The
+        sums of these numbers over the job are the divisors of the step's loss and metrics."""
         in_loss = sum(self._module.count(batch) for batch in micro_batches)
         return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
@@ -171,8 +171,8 @@ class StepRunner(ABC):
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite. Raised on every rank, before the
-                update. With loss scaling, raised only if the loss scale cannot shrink. Without loss scaling,
-                raised only if ``checks`` is not ``off`` and ``judge`` is None.
+                update. With loss scaling, the step is skipped instead as long as the loss scale can shrink.
+                Without loss scaling, nothing is raised if ``checks`` is ``off`` or ``judge`` is set.
         """
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
@@ -240,7 +240,8 @@ class StepRunner(ABC):
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None.
+        """Return the first layer output or gradient on this rank in which ``train_step`` produced a
+        non-finite number; None if there is none.
 
         After a :class:`NonFiniteError`, all ranks must call this method, because it is a collective. The
         arguments must be those of ``train_step``.
@@ -271,7 +272,8 @@ class StepRunner(ABC):
         return EvalOutput(loss, count, metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield (canonical name, parameter) for the parameters with values on this rank, in model order."""
+        """Yield (canonical name, parameter) for the parameters whose values this rank keeps, in model order.
+        In sharding stage 3, these are the parameters that it owns."""
         for parameter in self.model.parameters():
             if parameter._is_initialized():  # in sharding stage 3, the owners keep the values
                 yield parameter.info.name, parameter

@@ -55,8 +55,8 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """Sum losses and metrics over the job. Returns a float64 vector on the device, whose values
-        :meth:`read` interprets."""
+        """Return the sums of losses and metrics over the job as a float64 vector on the device. :meth:`read`
+        splits the vector into loss and metrics."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
@@ -123,11 +123,13 @@ class ActivationScales:
 
 class ExpertLoads:
     """Sums the loads of experts over the job, balances the routers, and warns about unused experts. The load
-    of an expert is the number of positions for which it was chosen, without positions outside the loss mask.
+    of an expert is the number of tokens for which it was chosen. Tokens that the loss mask excludes do not
+    count.
 
     Args:
         routers: number of experts of each router of the model, by canonical name.
-        same_on: axes whose ranks hold the same hidden states, so that only one of these ranks counts.
+        same_on: axes along which ranks hold the same hidden states. The loads of only one of these ranks are
+            counted.
     """
 
     def __init__(

@@ -295,8 +295,8 @@ class TiedHead(LanguageHead):
 
 
 class ClassificationHead(nn.Layer):
-    """A linear head that returns class scores (or one number) at every position, ``[s, b, classes]``. Every
-    rank holds the whole weight."""
+    """A linear head that returns scores ``[s, b, classes]`` at every position; for regression, ``classes`` is
+    1. Every rank holds the whole weight."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ class BlockSpec:
     """Declaration of a transformer block.
 
     Attributes:
-        layer: class of the layer that is built from the declaration, or its ``module:class`` path.
+        layer: the layer class that is built from this declaration, or its ``module:class`` name.
         input_norm: norm of attention's input; None: no norm.
         attention: declaration of attention.
         attention_post_norm: norm of attention's output, before the residual addition (Ding et al., 2021).
@@ -252,8 +252,8 @@ class HeadSpec:
         ]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Return head and loss, computed in ``Model.loss_chunks`` chunks, as one step of the memory
-        simulation (:mod:`ppfleetx.nn.activation_memory`)."""
+        """Return the step of the memory simulation (:mod:`ppfleetx.nn.activation_memory`) for head and loss
+        together, when they are computed in ``Model.loss_chunks`` chunks."""
         # The gradients of head and loss are computed in the forward pass.
         size, gradients = work.bytes_of(self.matrix.in_features), self.matrix.gradient_bytes(work)
         e = work.activation_bytes
@@ -459,8 +459,8 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block of an architecture that was registered in the deprecated way, with a list of parameter shapes.
-    The block has the sizes and cost of a GPT block."""
+    """A block whose parameter shapes are listed by the architecture (the deprecated ``layer_shapes``). Its
+    other sizes and its cost are those of a GPT block."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -490,8 +490,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Declare a parameter of the given shape. ``like`` is the GPT block's parameter of the same name, if any.
-    If ``like`` has the same number of dimensions, its other properties are copied."""
+    """Return the declaration of a parameter with the given shape. ``like`` is the GPT block's parameter of
+    the same name, if any. If it has as many dimensions, everything except the shape is copied from it."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     # Tensor parallelism splits a matrix by columns and replicates a vector.
@@ -528,8 +528,8 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def active_count(model: ModelConfig) -> int:
-    """Return the number of parameters used for one token. Of the experts, only those that the router chooses
-    for the token count."""
+    """Return the number of parameters used for one token. This excludes the experts that the router does not
+    choose for the token."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
@@ -537,8 +537,8 @@ def active_count(model: ModelConfig) -> int:
 
 
 def matrix_size(layer: LayerSpec) -> int:
-    """Return the number of weights of ``layer`` that are multiplied with one token's activations in matmuls.
-    Of the experts, only those that the router chooses for the token count."""
+    """Return the number of weights of ``layer`` that are used in matmuls for one token. This excludes the
+    experts that the router does not choose for the token."""
     kinds = ("matrix", "router")
     size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
     mlp = getattr(layer, "mlp", layer)
@@ -548,8 +548,8 @@ def matrix_size(layer: LayerSpec) -> int:
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     """Return the model FLOPs of one optimizer step over the whole job, forward and backward.
 
-    Only matmuls count, with two operations per multiply-add. Of the attention scores, only the causal half
-    counts. Recomputation does not count. The formula is from Megatron-LM.
+    Only matmuls are counted, and a multiply-add is two operations. For attention, only the causal half of the
+    scores is counted. Recomputation is excluded. The formula is from Megatron-LM.
     """
     # Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu). q, kv and f are the widths of
     # queries, keys and the MLP. For a plain GPT, this is 72BLsh^2(1 + s/12h + V/12hL).

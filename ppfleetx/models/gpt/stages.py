@@ -48,7 +48,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the table of the position embedding does not have the declared number of rows.
+        ConfigError: the position embedding does not have the number of rows that it was registered with.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
