@@ -28,8 +28,8 @@ _MOST_MESSAGES = 8  # the maximum number of different messages in one error
 
 class JointError(UserError):
     """Raised on all ranks of a job when at least one rank has raised a :class:`UserError`. The message joins
-    the messages of the failed ranks (:func:`joint_message`). A rank whose own error has exactly this message
-    raises its own error instead."""
+    the messages of the failed ranks (:func:`joint_message`). A rank whose own error already has this message
+    raises that error instead."""
 
 
 def beat_seconds() -> float:

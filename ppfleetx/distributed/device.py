@@ -50,8 +50,8 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager in which an exported program on a plugin's device waits for each operator before it
-    starts the next. On other devices, nothing changes."""
+    """Context manager that makes an exported program on a plugin's device run one operator at a time. On
+    other devices, nothing changes."""
     import paddle
 
     if kind_of(device) in (CPU, GPU, XPU):

@@ -150,8 +150,8 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Return the time of an all-to-all that sends tokens to their experts.
 
-    As in training, if messages between nodes are small, ranks exchange data first between nodes and then
-    within a node, so that fewer messages are needed.
+    As in training, the all-to-all has two levels if messages between nodes are small. Ranks then exchange
+    data first between nodes and then within a node, which needs fewer messages.
     """
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1

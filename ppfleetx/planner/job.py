@@ -34,7 +34,8 @@ class Precision:
 
     Attributes:
         compute: the type of activations and matmuls, e.g. ``bfloat16``.
-        lowers_parameters: whether parameters also have the type ``compute``, with float32 master copies.
+        lowers_parameters: whether parameters also have the type ``compute``. The optimizer then keeps float32
+            master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
         rounds_matmuls: whether only the operands of matmuls are rounded to 16 bits, as on a CPU. All other
             numbers are then float32.
@@ -275,7 +276,7 @@ def passes_key(job: Job) -> CacheKey:
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:
-    """Return the job that a configuration describes, on accelerator cards ``card``."""
+    """Return the job that the configuration ``cfg`` describes, for a run on cards of the type ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()
     if card.kernels == "cpu":

@@ -200,7 +200,8 @@ def _plans(job: Job, work: Workload, devices: int, per_node: int) -> Iterator[Pa
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """Yield ``plan`` with each legal ``ep``, and with experts that are sliced over ``mp`` ranks or whole.
+    """Yield ``plan`` with each legal ``ep``, with whole experts and with experts that are sliced over the
+    ``mp`` ranks.
 
     For a model without experts, yield only ``plan``.
     """

@@ -261,7 +261,8 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the options for the data of the run mode, and choose the task that the run mode needs."""
+    """Translate the data options that the run mode uses. For evaluation of a text file and for generation,
+    also set ``Model.module``."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
