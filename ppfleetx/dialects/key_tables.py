@@ -3,9 +3,9 @@ toolkit's ``keys.yaml``.
 
 Each row names one option, or several separated by spaces, under ``key``, and has one of these fields:
 
-- ``to``: the keys of ppfleetx that get the option's value. The value is unchanged, or looked up in
-  ``choices``, or converted by the function in `CONVERSIONS` that ``by`` names. ``default`` is the value if no
-  option of the row is given.
+- ``to``: the keys of ppfleetx that get the option's value. ``choices`` maps the option's values to values of
+  ppfleetx; ``by`` names a function in `CONVERSIONS` instead. Without both, the value is unchanged.
+  ``default`` is the value to use if no option of the row is given.
 - ``joint``: the keys of ppfleetx that a rule, a Python function, computes from this option and others.
 - ``fixed``: why the option has no effect. ``only`` lists the accepted values.
 - ``unused``: why the option has no meaning in ppfleetx.
@@ -178,9 +178,8 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """Convert an attention window ``(left, right)`` to ``Model.attention_window``. ``left`` and ``right`` are
-    the numbers of positions before and after a token that the token attends to. A negative ``left`` means
-    that there is no window."""
+    """Convert an attention window ``(left, right)`` to ``Model.attention_window``. A token attends to
+    ``left`` positions before it and ``right`` positions after it. A negative ``left`` means no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
@@ -226,8 +225,8 @@ def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
     """Parse the content of a ``keys.yaml``, in which each top-level list is a table. Return the tables by
-    name, with a :class:`Key` for each option of the other toolkit. ``prefixes`` gives, by table name, what to
-    put before the option names, such as ``deepspeed_config.``."""
+    name, with a :class:`Key` for each option of the other toolkit. ``prefixes`` maps the name of a table to a
+    prefix for its option names, such as ``deepspeed_config.``."""
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
         for name, rows in content.items()

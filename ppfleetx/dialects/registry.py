@@ -105,8 +105,8 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _fit(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """Return how well ``dialect`` fits the user's ``options``: (number of options that no other dialect
-    knows, number of options that ``dialect`` knows)."""
+    """Return how well ``dialect`` fits the user's ``options``, as two counts: the options that only
+    ``dialect`` knows, and all options that it knows."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

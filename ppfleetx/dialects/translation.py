@@ -184,12 +184,12 @@ class Translation:
 
     def error(self, key: str, rule: str) -> ConfigError:
         """Return a ConfigError about an option that the user gave. The message shows the option's value and
-        place."""
+        where it was written."""
         return self.given[key].error(rule)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
-        """Return a ConfigError about several options that contradict each other. The message shows the value
-        and place of each option that the user gave."""
+        """Return a ConfigError about several options that contradict each other. For each of ``keys`` that
+        the user gave, the message shows the value and where it was written."""
         first, *others = self.origins(*keys)
         also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
         return ConfigError(
@@ -204,8 +204,8 @@ class Translation:
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """Return the translated configuration as a tree for the configuration loader. Because of the places
-        in the tree, the loader's error messages name the user's files, lines and options."""
+        """Return the translated configuration as a tree for the configuration loader. Each value in the tree
+        carries the file and line where the user wrote it, so the loader's error messages can name them."""
         root = Node({}, self.place)
         for key, native in self.native.items():
             node = node_of(native.value, native.place)
@@ -230,7 +230,7 @@ class Translation:
 
 
 def _as_written(native: Native) -> str | None:
-    """Return a value exactly as the user wrote it, so that ``007`` does not become 7. Returns None for a
+    """Return the characters that the user wrote for a value, such as ``007`` for 7. Returns None for a
     string, for a value that the translation changed, and for a value that does not come from exactly one
     option."""
     if len(native.origins) != 1 or isinstance(native.value, str):
@@ -314,7 +314,7 @@ def translate(
 
 def _refuse_first(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) -> None:
     """Raise ConfigError if the user gave an unsupported option, or an unsupported value of an option that has
-    no effect. If there are several, the error is about the first of them in the key table."""
+    no effect. If there are several, the error names the one that comes first in the key table."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

@@ -34,7 +34,8 @@ class UserOption:
         return f"{self.place}, {self.key}"
 
     def error(self, rule: str) -> ConfigError:
-        """Return a ConfigError about this option. The message shows its value and place."""
+        """Return a ConfigError about this option. The message shows the option's value and where it was
+        written."""
         return ConfigError(rule, key=self.key, value=self.value, place=self.place)
 
 

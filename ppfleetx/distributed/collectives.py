@@ -1,4 +1,4 @@
-"""Collectives that pack tensors into few messages, exchange rows of tensors, or are differentiable."""
+"""Collectives on packed tensors and on rows of tensors, and differentiable collectives."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Pack ``tensors`` into buckets, and run a collective on one bucket at a time, to limit the extra
-    memory."""
+    """Pack ``tensors`` into buckets, and run a collective on one bucket after another. So no more than one
+    bucket needs extra memory at a time."""
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
 
 
 class Packed:
     """A collective in progress on ``tensors`` of one element type, packed into one flat tensor. ``start``
-    must start an asynchronous in-place collective on the flat tensor and return its task. Do not use the
-    tensors before :meth:`complete` has returned."""
+    must start an asynchronous in-place collective on the flat tensor and return the task of the collective.
+    Do not use the tensors before :meth:`complete` has returned."""
 
     @paddle.no_grad()
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:

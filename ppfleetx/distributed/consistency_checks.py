@@ -4,8 +4,8 @@ compute finite numbers. ``Engine.checks`` selects the checks:
 - ``cheap`` compares configurations at the start, batches at every step, and copies of weights at the start
   and before each checkpoint.
 - ``full`` also compares copies of weights and of optimizer states at every step, and searches activations and
-  gradients for non-finite numbers. Unless the data can repeat a sample within a step, it also checks that no
-  two data-parallel replicas read the same sample.
+  gradients for non-finite numbers. It also checks that no two data-parallel replicas read the same sample,
+  unless the data is allowed to repeat a sample within a step.
 - ``off`` checks nothing.
 """
 
@@ -246,8 +246,9 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return (rank, place) of the non-finite number that a step computes first, or None if there is none.
-    ``mine`` is the place that this rank found. All ranks must call this."""
+    """Return where the first non-finite number of a step appeared, over all ranks, as (rank, NonFinitePlace).
+    Returns None if all numbers are finite. ``mine`` is the result of this rank's search. All ranks must call
+    this."""
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:

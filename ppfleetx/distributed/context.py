@@ -1,4 +1,4 @@
-"""The place of this process in the parallel job: its rank, its coordinates along the parallel axes, and its
+"""A process's position in the parallel job: its rank, its coordinates along the parallel axes, and its
 process groups."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The job's ranks as two grids, whose axes are the parallel axes of dense layers and of experts."""
+        """The job's two device meshes: one for dense layers, and one for experts."""
         return Mesh(self.plan)
 
     @classmethod
@@ -62,8 +62,7 @@ class ParallelContext:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank reports the loss, which is the task of the first rank of the last pipeline
-        stage."""
+        """Whether this rank reports the loss. Only the first rank of the last pipeline stage does."""
         return self.plan.reports_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
@@ -78,8 +77,9 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Return the process group of the ranks that differ from this one only along ``axes``. Returns None
-        if this rank is the only one. The group must have been created by fleet or by :meth:`with_groups`."""
+        """Return the process group over ``axes``: the ranks whose coordinates along all other axes are the
+        same as this rank's. Returns None if this rank is the only one. The group must have been created by
+        fleet or by :meth:`with_groups`."""
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
             return None
@@ -102,10 +102,10 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def with_levels(self, axis: str, per_node: int) -> ParallelContext:
-        """Return a copy of this context with process groups for an all-to-all along ``axis`` in two levels:
-        between nodes, then within nodes of ``per_node`` ranks. Returns this context unchanged if the ranks
-        along ``axis`` cannot be divided into two levels, for example because they are all on one node. All
-        ranks must call this."""
+        """Return a copy of this context with the process groups for a two-level all-to-all along ``axis``.
+        Its first level is between nodes, its second within a node of ``per_node`` ranks. Returns this context
+        unchanged if the ranks along ``axis`` cannot be divided into two levels, for example because they are
+        all on one node. All ranks must call this."""
         split = [levels_of(ranks, per_node) for ranks in self.mesh.groups_over((axis,))]
         if None in split:
             return self
@@ -133,8 +133,8 @@ class ParallelContext:
         return mine
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
-        """Return the float64 sum of each of ``values`` over the ranks that differ from this one only along
-        ``axes``. All these ranks get bitwise equal sums."""
+        """Sum each number in ``values`` over the process group of ``axes`` (see :meth:`group_over`), in
+        float64. All ranks of the group get bitwise equal sums."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
         from ppfleetx.distributed.host_device_copy import read, upload
@@ -142,8 +142,8 @@ class ParallelContext:
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Return the elementwise sum of a small ``tensor`` over the ranks that differ from this one only
-        along ``axes``."""
+        """Sum a small ``tensor`` elementwise over the process group of ``axes`` (see :meth:`group_over`), and
+        return the sum."""
         from ppfleetx.distributed.collectives import sum_gathered
 
         for axis in axes:
@@ -152,8 +152,8 @@ class ParallelContext:
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Replace ``tensor``, in place, by its elementwise maximum over the ranks that differ from this one
-        only along ``axes``. Returns ``tensor``."""
+        """Replace ``tensor``, in place, by its elementwise maximum over the process group of ``axes`` (see
+        :meth:`group_over`). Returns ``tensor``."""
         from paddle import distributed
 
         for axis in axes:
@@ -162,8 +162,8 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """Sum ``values`` over the data-parallel replicas, without communication. ``values`` has one entry per
-        rank. Entries of ranks in the same replica are equal, and each replica counts once."""
+        """Return the sum of ``values`` over the data-parallel replicas, without communication. ``values`` has
+        one entry per rank. All ranks of a replica have the same entry, which counts only once."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

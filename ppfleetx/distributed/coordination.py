@@ -28,8 +28,8 @@ _MOST_MESSAGES = 8  # the maximum number of different messages in one error
 
 class JointError(UserError):
     """Raised on all ranks of a job when at least one rank has raised a :class:`UserError`. The message joins
-    the messages of the failed ranks (:func:`joint_message`). A rank whose own error has exactly this message
-    raises its own error instead."""
+    the messages of the failed ranks (:func:`joint_message`). A rank whose own error already has this message
+    raises that error instead."""
 
 
 def beat_seconds() -> float:
@@ -64,8 +64,8 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
     """Context manager that raises an error of any rank on all ranks at the end of the block
-    (:func:`raise_on_all_ranks`). With ``name_ranks``, the message of a UserError begins with the numbers of
-    the ranks that raised it, unless all ranks did. The code in the block must not communicate."""
+    (:func:`raise_on_all_ranks`). ``name_ranks`` says whether the message of a UserError names the ranks that
+    raised it (:func:`joint_message`). The code in the block must not communicate."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised again
@@ -77,8 +77,8 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, name_ranks: bool = True) -> None:
     """Raise an error on all ranks if any rank passes an ``error``. If all passed errors are UserErrors, every
     rank raises a UserError with the messages of the failed ranks. A rank that passes any other error, such as
-    a bug, raises that error. The remaining ranks then raise PeerEndedError with its text, instead of waiting
-    for the failed rank."""
+    a bug, raises that error. The other ranks then raise a PeerEndedError with the message of that error,
+    instead of waiting for the failed rank."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
@@ -100,8 +100,8 @@ def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, nam
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
     """Join the error messages of the ranks into one message. ``texts`` has an entry for each rank; None means
-    no error. Each message begins with the numbers of the ranks that have it. If all messages are equal, the
-    numbers are left out when all ranks have the message or ``name_ranks`` is False."""
+    no error. Each distinct message begins with the ranks that have it. If there is only one distinct message,
+    the ranks are left out if all ranks have it, or if ``name_ranks`` is False."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
@@ -140,8 +140,8 @@ def _has_other_nodes(ctx: ParallelContext) -> bool:
 
 
 def _make_with_heartbeats(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
-    """Run ``make`` in a thread and return its result; if ``make`` is None, only wait. Until the ``make`` of
-    every rank has ended, exchange heartbeats with the other ranks."""
+    """Run ``make`` in a thread and return its result. Meanwhile, exchange heartbeats with the other ranks,
+    until every rank has finished. A rank without work passes None and only waits."""
     with ThreadPoolExecutor(1, thread_name_prefix=_HELPER) as pool:
         future = pool.submit(make or (lambda: None))
         with RECORD.awaiting(_HELPER, polls=True):

@@ -50,8 +50,8 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Context manager in which an exported program on a plugin's device waits for each operator before it
-    starts the next. On other devices, nothing changes."""
+    """Context manager that makes an exported program on a plugin's device run one operator at a time. On
+    other devices, nothing changes."""
     import paddle
 
     if kind_of(device) in (CPU, GPU, XPU):
@@ -165,8 +165,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """Return the memory of this process's card in bytes, and the card's name. Returns None on a CPU, or if
-    Paddle does not report the memory."""
+    """Return (memory in bytes, name) of this process's card; for an XPU, the name is ``xpu``. Returns None on
+    a CPU, or if Paddle does not report the memory."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -196,7 +196,8 @@ def capability(device: str) -> tuple[int, int]:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Return whether this process's device is a card that computes in ``dtype``, a 16-bit type."""
+    """Return whether this process runs on a card that can compute in ``dtype``, a 16-bit type. The test is a
+    small matmul."""
     import paddle
 
     if not on_card():

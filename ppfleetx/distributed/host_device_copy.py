@@ -32,8 +32,9 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copy arrays to this process's device, and return the tensors by name. On a card, the arrays are copied
-    in one transfer, and the tensors are parts of one buffer, unless ``FLAGS_use_stride_kernel`` is off."""
+    """Copy arrays to this process's device, and return the tensors by name. On a card, all arrays are copied
+    in one transfer, and the tensors are views of one buffer. If ``FLAGS_use_stride_kernel`` is off, each
+    array is copied separately."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -42,8 +43,8 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Record progress when the host begins a micro batch. If the card begins the micro batch later, while
-    :func:`read` waits for the card, :func:`read` records progress again."""
+    """Tell the hang detection that the host begins a micro batch. The card may begin the micro batch later;
+    :func:`read` then reports that as progress, too."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -53,7 +54,7 @@ def note_micro_batch() -> None:
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
     """Wait until the device has computed ``tensor``, and return its contents as an array (bfloat16 as uint16
-    bits). Meanwhile, record progress for each micro batch that the card begins."""
+    bits). Meanwhile, report progress to the hang detection whenever the card begins a micro batch."""
     with RECORD.reading():
         while _begun:
             if _begun[0].query():

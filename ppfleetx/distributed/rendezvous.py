@@ -156,8 +156,7 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Return the number of seconds that the caller can sleep before it must call :meth:`is_over`
-        again."""
+        """Return how many seconds the caller can sleep before the next call of :meth:`is_over`."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 

@@ -124,7 +124,7 @@ class MemorySaving:
     Attributes:
         options: the command-line options that make this change.
         saves: bytes saved on the fullest rank.
-        costs: the increase of the step time, as a fraction of the step time; 0 if a step becomes faster.
+        costs: the relative increase of the step time, such as 0.05 for 5%; 0 if a step becomes faster.
     """
 
     options: str
@@ -133,8 +133,8 @@ class MemorySaving:
 
 
 def memory_savings(prediction: Prediction) -> list[MemorySaving]:
-    """Return changes of the configuration that save more than 2% of the memory, sorted by how much they
-    increase the step time.
+    """Return changes of the configuration that save more than 2% of the memory. The change that increases the
+    step time the least comes first.
 
     Among changes with about the same increase, the one that saves the most memory comes first.
     """

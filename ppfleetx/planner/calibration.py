@@ -47,8 +47,8 @@ class Observed:
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
     """Fit the constants of the cluster's card to measured step times.
 
-    Returns the fitted card, and a string that compares the prediction errors before and after. With only one
-    run, only the efficiencies of computation are fitted.
+    Returns the fitted card, and a string that compares the prediction errors before and after the fit. With
+    only one run, only the efficiencies of matmuls and memory access are fitted.
 
     Args:
         directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
@@ -56,7 +56,7 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
 
     Raises:
         ConfigError: a directory is not the output of a run, or its metrics have too few records of steps.
-            Also if ``target`` exists already, or its directory does not.
+            Also if ``target`` exists already, or if its parent directory does not exist.
     """
     runs = [_observed(Path(name), cluster.card) for name in directories]
     fitted = _fitted(cluster, runs)
@@ -98,8 +98,8 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Read the mean seconds of a step, excluding the wait for data, from each training record in
-    ``metrics.jsonl``.
+    """Return the mean step time of each training record in ``metrics.jsonl``, in seconds. The wait for data
+    is excluded.
 
     Records that begin in the warm-up steps are left out. An incomplete last line is ignored. Raises
     ConfigError if any other line is not a record.
@@ -131,8 +131,8 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
     """Return ``card`` with the constants ``names`` scaled by the best common factor.
 
-    Of the factors tried, the best one has the smallest sum of squared errors on ``runs`` and penalties
-    (:data:`_OTHERS`).
+    Several factors are tried. The best one minimizes the squared errors on ``runs`` plus the penalties in
+    :data:`_OTHERS`.
     """
     best, least = card, _distance(card, cluster, runs)
     for steps in (

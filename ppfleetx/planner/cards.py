@@ -136,7 +136,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 
 
 def any_card(device: str) -> Card:
-    """Return the card that is assumed for a device such as ``cpu`` or ``gpu:0`` if no card is named."""
+    """Return the default card for a device such as ``cpu`` or ``gpu:0``."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
@@ -157,8 +157,8 @@ def card_of_device(device_name: str) -> str | None:
 
 
 def card_of_run(cfg: RunConfig, device_name: str) -> Card | None:
-    """Return the card in ``Global.card`` or, if unset, the result of :func:`card_of_device`; None if both
-    give no card.
+    """Return the card that ``Global.card`` names. If it is unset, return the card of the device
+    ``device_name`` (:func:`card_of_device`), or None if there is none.
 
     Raises:
         ConfigError: there is no card with the name in ``Global.card``.

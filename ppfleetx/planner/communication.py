@@ -24,7 +24,8 @@ class Cluster:
     Attributes:
         per_node: the number of cards in a node.
         network: bytes/s that a node sends over all its network interfaces; 0: ``card.network_gbps``.
-        axes: the axes of the global rank, from the slowest to the fastest changing one.
+        axes: the parallel axes in the order of the global rank: along the last axis, neighbors have
+            consecutive ranks.
     """
 
     card: Card
@@ -41,7 +42,8 @@ class Cluster:
     def collective_bandwidth(self, nodes: float) -> float:
         """Return the bytes/s of a node's network in a collective over ``nodes`` nodes.
 
-        Each doubling of the number of nodes adds the share ``card.collective_loss`` to the time.
+        With each doubling of ``nodes``, the collective takes longer by ``card.collective_loss``, a fraction
+        of its time on one node.
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
@@ -58,7 +60,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Group:
-    """The placement of a communication group's ranks on the nodes of a cluster.
+    """How the ranks of a communication group are spread over the nodes of a cluster.
 
     Attributes:
         size: the number of ranks in the group.
@@ -101,8 +103,8 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def groups_sharing_node(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return the number of tensor-parallel groups that share a node and communicate at different times; 1 if
-    all groups communicate at the same time.
+    """Return how many tensor-parallel groups compete for a node because they communicate at different times.
+    Returns 1 if all groups communicate at the same time.
 
     If this number is large, a step can take longer than predicted.
     """
@@ -148,8 +150,8 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster, *, leve
 def expert_all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Return the time of an all-to-all that sends tokens to their experts.
 
-    As in training, if messages between nodes are small, ranks exchange data first between nodes and then
-    within a node, so that fewer messages are needed.
+    As in training, the all-to-all has two levels if messages between nodes are small. Ranks then exchange
+    data first between nodes and then within a node, which needs fewer messages.
     """
     has_two = group.leaves_node and group.inside > 1 and group.size % group.inside == 0
     levels = 2 if has_two and num_bytes / group.size < SMALL_MESSAGE else 1

@@ -34,7 +34,8 @@ class Precision:
 
     Attributes:
         compute: the type of activations and matmuls, e.g. ``bfloat16``.
-        lowers_parameters: whether parameters also have the type ``compute``, with float32 master copies.
+        lowers_parameters: whether parameters also have the type ``compute``. The optimizer then keeps float32
+            master copies.
         main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
         rounds_matmuls: whether only the operands of matmuls are rounded to 16 bits, as on a CPU. All other
             numbers are then float32.
@@ -73,7 +74,7 @@ class Overlap:
     Attributes:
         bucket_bytes: the size of gradient messages during the backward pass; None: gradient reduction does
             not overlap.
-        values: whether ranks compute while parameters are sent from their owners (sharding).
+        values: whether ranks compute while the owners of sharded parameters send them.
         messages: whether pipeline stages compute while their messages are sent.
     """
 
@@ -140,8 +141,8 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """The bytes of a micro batch's hidden states on a rank, with positions split over context-parallel
-        ranks (``sep``), but not by sequence parallelism."""
+        """The bytes of a micro batch's hidden states on a rank. Context parallelism (``sep``) divides them;
+        sequence parallelism is not taken into account."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
@@ -152,7 +153,8 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which an activation is divided to send it to the next pipeline stage."""
+        """The number of parts in which an activation is sent to the next pipeline stage. Each part is sent by
+        another tensor-parallel rank."""
         plan = self.plan
         # If tensor-parallel ranks hold the same activation, each rank sends one part of it.
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
@@ -252,8 +254,8 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A cache key that carries the ``job`` from which the cached value is computed. Keys are equal if their
-    ``compared_by`` are equal."""
+    """A cache key that also carries the ``job``, from which the cached value is computed. Two keys are equal
+    if their ``compared_by`` are equal, even if the jobs differ."""
 
     compared_by: tuple[object, ...]
     job: Job = field(compare=False)
@@ -274,7 +276,7 @@ def passes_key(job: Job) -> CacheKey:
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:
-    """Return the job that a configuration describes, on accelerator cards ``card``."""
+    """Return the job that the configuration ``cfg`` describes, for a run on cards of the type ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()
     if card.kernels == "cpu":
@@ -320,9 +322,9 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
     """Return whether attention uses a flash attention kernel.
 
-    False if ``attention_kernel`` is ``reference``, and for soft-capped scores, which no kernel supports. On a
-    CPU, the kernel is ppfleetx's own, for bfloat16 without dropout. On other cards, the kernel requires
-    16-bit activations. The device of a plugin is assumed to have no kernel.
+    False if ``attention_kernel`` is ``reference``. Also False for soft-capped scores, which no kernel
+    supports. On a CPU, ppfleetx has its own kernel, for bfloat16 without dropout. On other cards, the kernel
+    requires 16-bit activations. The device of a plugin is assumed to have no kernel.
     """
     if model.attention_kernel == "reference" or model.attn_logit_softcapping is not None:
         return False

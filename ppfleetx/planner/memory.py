@@ -130,7 +130,8 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """Return a lower bound of the fullest rank's memory in bytes, for any micro batch size and recompute."""
+    """Return a lower bound of the memory that the fullest rank needs, in bytes. It holds for any micro batch
+    size and recompute granularity."""
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments
@@ -182,12 +183,13 @@ def passes_in_flight(job: Job, stage: int) -> float:
 
 @dataclass(frozen=True)
 class _EqualLayers:
-    """Consecutive layers of a stage that keep the same activations.
+    """The layers of one kind in a virtual stage. All keep the same activations.
 
     Attributes:
         tape: the operations of one of the layers, for the memory simulation.
         count: the number of layers.
-        everywhere: whether every virtual stage of the pipeline stage has as many such layers.
+        everywhere: whether every virtual stage of the pipeline stage has these layers. False for the
+            embedding and the head.
     """
 
     tape: Tape
@@ -196,8 +198,8 @@ class _EqualLayers:
 
 
 def _chunk(job: Job, stage: int) -> list[_EqualLayers]:
-    """Return the layers of the largest virtual stage of pipeline stage ``stage``, in order, grouped into runs
-    of equal layers."""
+    """Return the layers of the largest virtual stage on pipeline stage ``stage``, grouped by kind. Each
+    virtual stage is assumed to have an equal share of each kind."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -225,8 +227,8 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """Return {part: bytes} for the parts of memory that change during a step, at the time when their sum is
-    largest."""
+    """Return the memory that changes during a step, such as activations and gradients, at the moment when its
+    sum is largest: ``{part: bytes}``, with the parts of :class:`StageMemory`."""
     gradients = kept_gradients(job, held)
     # After the passes, packed gradients are sent.
     moments = [
@@ -295,8 +297,8 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak bytes during the passes of one micro batch, and how many of these bytes are new
-    gradients.
+    """Return the peak memory in bytes during the passes of one micro batch, and how many of these bytes are
+    gradients that its backward pass has allocated.
 
     Args:
         first: whether this is the first micro batch, whose backward pass allocates the gradients.

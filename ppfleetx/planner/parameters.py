@@ -31,8 +31,8 @@ class Held:
         trained: trainable elements.
         owned: trainable elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: pairs (n, size), one for each distinct parameter size. Parameters are initialized in model
-            order; n elements exist when the last parameter of this size has been initialized.
+        fills: for each distinct parameter size, a pair (n, size). Parameters are initialized in model order.
+            After the last parameter of this size, n elements have been initialized in total.
         num_tensors: number of parameters.
         whole: trainable elements that every tensor-parallel rank holds in full.
         partial: trainable elements whose gradients are summed over ``mp`` under sequence parallelism.
@@ -204,8 +204,8 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """Return the largest number of elements that a rank owns if whole parameters with these ``sizes`` are
-    divided among ``ranks`` ranks."""
+    """Return the largest number of elements that one of ``ranks`` ranks owns. Parameters of the given
+    ``sizes`` are assigned to the ranks as a whole."""
     ranks = max(1, min(ranks, len(sizes)))  # with more ranks than parameters, each owns at most one
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks

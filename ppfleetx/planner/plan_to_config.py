@@ -38,11 +38,12 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """Parse a parallel plan in the form of ``words``, such as ``dp=4,mp=8``.
+    """Parse a parallel plan, such as ``dp=4,mp=8``.
 
     Args:
-        own: the plan whose settings apply if ``words`` does not name them. If a setting of ``own``
-            contradicts ``words``, the default applies instead.
+        words: the plan as the user wrote it.
+        own: the plan that provides all settings that ``words`` does not name. If such a setting contradicts
+            ``words``, the default is used instead.
         option: the command-line option whose value is ``words``, for error messages.
 
     Raises:

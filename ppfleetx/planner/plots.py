@@ -76,8 +76,8 @@ def write_report(directory: Path, prediction: Prediction) -> list[Path]:
 
 
 def _draw_timeline(axes: Any, prediction: Prediction) -> None:
-    """Draw when each pipeline stage computes. If a step has many micro batches, a shorter step is drawn, in
-    which they can be told apart."""
+    """Draw when each pipeline stage computes. If a step has many micro batches, a step with fewer micro
+    batches is drawn, so that each one is visible."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0

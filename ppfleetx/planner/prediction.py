@@ -66,8 +66,8 @@ class Prediction:
 
     @property
     def host(self) -> float:
-        """The bytes of host memory that a rank needs at most, for offloaded optimizer states and for
-        checkpoints written in the background."""
+        """The largest host memory that a rank needs, in bytes. It holds offloaded optimizer states, and
+        checkpoints that are written in the background."""
         return max(stage.host for stage in self.memory)
 
     @property
@@ -136,8 +136,8 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 
 def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Prediction | None:
-    """Predict the memory and the step time of a configured run, like :func:`prediction_of_memory`. Returns
-    None also if the card's speed in the run's data type is unknown."""
+    """Predict the memory and the step time of a configured run. Returns None if :func:`prediction_of_memory`
+    does, and if the card's speed in the run's data type is unknown."""
     prediction = prediction_of_memory(cfg, device, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
         return None
@@ -148,8 +148,8 @@ def prediction_of_memory(cfg: RunConfig, device: str, device_name: str = "") -> 
     """Predict the memory of a configured run under its own plan; None if the run does not train the built-in
     GPT.
 
-    The card is ``Global.card``. If unset, it is the card that belongs to ``device_name``, or else the card
-    assumed for ``device``.
+    The run is predicted for the card ``Global.card``. If that is unset, the card follows from ``device_name``
+    or, if no card matches, from ``device``.
 
     Args:
         device: the kind of device, such as ``gpu``.

@@ -33,7 +33,8 @@ MAX_TOKENS_PER_PARAM = 1_000_000  # more tokens mean a larger batch, and a large
 
 @dataclass(frozen=True)
 class RecipeInputs:
-    """The inputs of a recipe, and the numbers that follow from them without a parallel plan.
+    """The inputs of a recipe. The properties, such as the batch size, follow from the inputs alone, without a
+    parallel plan.
 
     Attributes:
         depth: the number of layers.

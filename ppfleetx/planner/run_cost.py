@@ -1,4 +1,4 @@
-"""Predict the cost of a whole run: days, card-hours, price, time lost to failures, time of a batch-size
+"""Predict the cost of a whole run: days, card-hours, price, and the time for failures and for a batch-size
 ramp."""
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """Return the seconds that a batch-size ramp takes, and the seconds for the same sequences in full
-    batches.
+    """Return the seconds that a batch-size ramp takes, and the seconds that the same sequences would take in
+    full batches.
 
     Raises:
-        ValueError: a batch size of the ramp is not a multiple of micro batch size x data-parallel ranks, or
-            the ramp has no batch size below the full one.
+        ValueError: a batch size or the increment of the ramp is not a multiple of micro batch size x
+            data-parallel ranks, or the ramp has no batch size below the full one.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes

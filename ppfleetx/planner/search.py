@@ -119,7 +119,8 @@ class _Search:
 
     def try_plan(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with several micro batch sizes and recompute granularities, and keep the best
-        candidates. Returns True if at least one candidate that was checked does not fit into memory."""
+        candidates. Returns True if a candidate that was checked does not fit into memory, or if no candidate
+        can fit."""
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
@@ -131,8 +132,8 @@ class _Search:
         return not every_fits
 
     def _all_fit(self, fitted: Job) -> bool:
-        """Try the job ``fitted`` with more and more recompute, and keep the best candidates. Returns whether
-        all candidates that were checked fit into memory.
+        """Try ``fitted``, a job with a plan and a micro batch size, with more and more recompute, and keep
+        the best candidates. Returns whether all checked candidates fit into memory.
 
         In a search for the fastest plan, stop at the first candidate that fits or is too slow.
         """
@@ -199,7 +200,8 @@ def _plans(job: Job, work: Workload, devices: int, per_node: int) -> Iterator[Pa
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """Yield ``plan`` with each legal ``ep``, and with experts that are sliced over ``mp`` ranks or whole.
+    """Yield ``plan`` with each legal ``ep``, with whole experts and with experts that are sliced over the
+    ``mp`` ranks.
 
     For a model without experts, yield only ``plan``.
     """

@@ -59,8 +59,7 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_parameters(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Return the seconds that the first forward pass of the next step waits for updated parameters (sharding
-    stages 1 and 2).
+    """Return the seconds that the next step waits for updated parameters under sharding stages 1 and 2.
 
     Args:
         stage: the pipeline stage.
@@ -229,9 +228,9 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Return the seconds that a step spends after its passes on gradient reduction, on the optimizer update
-    and on sending the updated parameters, and their total. ``ranks`` maps a stage to the parameters on one of
-    its ranks and to the time of its passes."""
+    """Return the seconds of a step that are not spent on passes: (gradient reduction, optimizer update,
+    sending updated parameters, total). ``ranks`` maps a stage to the parameters of one of its ranks and the
+    time of its passes."""
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -239,7 +238,7 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """Return the times of forward pass, backward pass and recomputation of one micro batch, each as
+    """Return the times of one micro batch: (forward pass, backward pass, recomputation), each as
     ``[stage][virtual stage]``.
 
     The backward times include recomputation.
@@ -279,8 +278,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: CacheKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Return the seconds of the matmuls with weights in the forward pass of ``block`` or, if ``block`` is
-    None, of the operations after the last block."""
+    """Return the seconds that the forward pass of ``block`` spends on matmuls with weights. If ``block`` is
+    None, return those of the operations after the last block."""
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -308,8 +307,8 @@ def _layer_passes(
 def _layer_computation(
     same: CacheKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
-    """Return the times of a layer's operations in the forward pass, in the backward pass without
-    recomputation, and in recomputation."""
+    """Return the times of a layer's operations: (forward pass, backward pass without recomputation,
+    recomputation)."""
     job = same.job
     operations = list(block.operations(job.work))
     repeated = [one for one in operations if one.is_repeated(recompute)]
@@ -386,8 +385,8 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """Return the seconds that a layer spends in one pass on sending tokens to their experts, and the results
-    back."""
+    """Return the seconds that one pass of a layer spends on sending tokens to experts and receiving the
+    results."""
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * expert_all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
     # The ranks among which an expert is sliced gather the tokens and sum the results.
@@ -422,8 +421,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds per step in which gradients are reduced and nothing is computed, on pipeline stage
-    ``stage``."""
+    """Return the seconds of a step that pipeline stage ``stage`` spends on gradient reduction, without the
+    time that overlaps with computation."""
     # Only the reduction ``early`` can overlap with the passes.
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
@@ -444,8 +443,8 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Return the seconds that the first forward pass of the next step waits for parameters that other ranks
-    have updated; 0 without sharding and under sharding stage 3."""
+    """Return the seconds that the next step waits for updated parameters from other ranks. Returns 0 without
+    sharding and under sharding stage 3."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
     group = group_of(job.plan, "sharding", cluster)

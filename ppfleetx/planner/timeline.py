@@ -54,7 +54,8 @@ class Timeline:
     """The result of simulating a step.
 
     Attributes:
-        spans: the simulated passes. Instead of a long step, a step with fewer micro batches is simulated.
+        spans: the simulated passes. They can be those of a shorter step, because a long step is not simulated
+            in full.
         seconds: the time from the start of the first pass to the end of the last pass of the whole step.
     """
 
@@ -79,8 +80,8 @@ def simulate(
         whole: whether to simulate every micro batch, even of a long step. If False, the time of a long step
             is extrapolated from two shorter ones.
         forwards_first: whether a schedule with virtual stages runs all forward passes first.
-        weights: for ZB-H1, the part of the seconds in ``backward`` that each stage spends on weight
-            gradients; None: the schedule is 1F1B.
+        weights: under ZB-H1, the seconds that each stage spends on weight gradients in one backward pass.
+            They are included in ``backward``. None: the schedule is 1F1B.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     assert weights is None or num_chunks == 1, "ZB-H1 is of whole stages"

@@ -25,9 +25,8 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs(run: Translation, *, callback: str, interval: int) -> None:
-    """Translate the logging interval, and add ``callback``, which logs in the toolkit's own format.
-    ``interval`` is the toolkit's default interval in steps. Also translate the number of data workers for
-    evaluation."""
+    """Translate the logging interval and the number of data workers for evaluation. Also add ``callback``,
+    which logs in the toolkit's own format. ``interval`` is the toolkit's default interval in steps."""
     run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
     run.put("Engine.callbacks", ["default", callback], why="its own log lines beside ours")
     workers = run.integer("num_workers", least=0)
@@ -56,8 +55,8 @@ def batches(run: Translation) -> None:
 
 
 def _ramp(run: Translation) -> BatchPlan:
-    """Translate ``rampup_batch_size``, and return the plan of a batch size that grows during training. The
-    configuration loader checks later whether the sizes are divisible among ranks and micro batches."""
+    """Translate ``rampup_batch_size``, and return the batch sizes of the run. Whether the ranks and micro
+    batches divide these sizes is checked later, by the configuration loader."""
     numbers, size = run.value(_RAMP), run.integer("global_batch_size")
     if (
         not isinstance(numbers, list)

@@ -140,7 +140,8 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
 
     Args:
         chain: paths of the files that include this one, to find cycles.
-        entry: the key, value and place at which this file is named, for error messages.
+        entry: for error messages: the ``key`` and ``value`` that name this file, and the ``place`` (file and
+            line) where they are written.
     """
     here = os.path.realpath(path)
     if here in chain:
@@ -157,8 +158,8 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Split ``text``, an argument ``a.b=c`` of ``--options``, into the parts of the key and the value, parsed
-    as YAML."""
+    """Parse an argument of ``--options``, such as ``a.b=1``. Returns the key as a list (``["a", "b"]``) and
+    the value, parsed as YAML."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)

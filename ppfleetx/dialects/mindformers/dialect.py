@@ -245,8 +245,8 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Translate the options for the MLP width and the sequence length. Also set the options that are the same
-    for every GPT-2 of MindFormers, such as learned positions."""
+    """Translate the options for the MLP width and the sequence length. Also set the keys of ppfleetx whose
+    value is the same for every GPT-2 of MindFormers, such as learned positions."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = run.first(f"{_MODEL}.embedding_size", f"{_MODEL}.hidden_size")
@@ -261,7 +261,8 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Translate the options for the data of the run mode, and choose the task that the run mode needs."""
+    """Translate the data options that the run mode uses. For evaluation of a text file and for generation,
+    also set ``Model.module``."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
@@ -338,7 +339,7 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the length of the run in epochs and the learning-rate schedule."""
+    """Translate the number of epochs and the learning-rate schedule."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -405,8 +406,9 @@ def generation(run: Translation) -> None:
 
 
 def _new_tokens(run: Translation) -> None:
-    """Set the maximum number of new tokens from ``max_decode_length``, which includes the prompt in
-    MindFormers."""
+    """Translate ``max_decode_length`` to the maximum number of new tokens. In MindFormers, the option
+    includes the prompt. If it is not below the sequence length, half of the sequence is reserved for the
+    prompt."""
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:

@@ -209,9 +209,9 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """Return (index, host) of the host in the rank table whose ranks are exactly ``ranks``. If the table has
-    only one host, ``ranks`` are device numbers instead. ``text`` is the range as the user wrote it, for error
-    messages."""
+    """Return the host in the rank table whose ranks are exactly ``ranks``, as (index, host). If the table has
+    only one host, return that host; ``ranks`` are then device numbers. ``text`` is the range as the user
+    wrote it, for error messages."""
     servers = table.server_list
     if len(servers) == 1:
         known = {device.device_id for device in servers[0].device}

@@ -137,7 +137,7 @@ def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_two_answers(given: Sequence[UserOption]) -> None:
-    """Raise ConfigError if the file sets an option to different values under two of its names."""
+    """Raise ConfigError if the file sets an option twice, under different names and to different values."""
     seen: dict[str, UserOption] = {}
     for one in given:
         if one.value is None:

@@ -51,8 +51,8 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 
 class TensorMemory:
     """The memory of the tensors that one collective reads and writes, as NumPy arrays. For a strided tensor,
-    the array is a contiguous copy. When the arrays contain the results, call :meth:`finish`, which writes the
-    copies back to the tensors. ``code`` is the tensors' element type (:data:`DTYPE_CODES`)."""
+    the array is a contiguous copy. After the collective, call :meth:`finish`, which writes the copies back to
+    the tensors. ``code`` is the tensors' element type (:data:`DTYPE_CODES`)."""
 
     # Tests set this to False. Strided tensors then raise CommError, because NCCL does not accept them either.
     takes_strided = True

@@ -100,8 +100,8 @@ def _connect_to(rank: int, other: int, members: Members, role: int) -> socket.so
 def _accept(
     rank: int, listener: socket.socket, expected: set[tuple[int, int]], names: Sequence[str]
 ) -> dict[tuple[int, int], socket.socket]:
-    """Accept the connections in ``expected``, pairs of (rank at the other end, role), and return them by
-    pair. Raises StartError if a connection does not arrive in time."""
+    """Accept connections from other ranks, and return them by (rank at the other end, role). ``expected`` has
+    these pairs. Raises StartError if a connection does not arrive in time."""
     found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while missing := expected - found.keys():

@@ -74,9 +74,9 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Receive an arriving message of ``length`` bytes, by calling ``read`` with the memory to fill. This
-        is the memory of the operation that expects the message. It is a buffer if no operation expects the
-        message yet, or if the message is not of the expected type and size."""
+        """Receive an arriving message of ``length`` bytes, by calling ``read`` with the memory to fill. If an
+        operation expects the message, it is read into the memory of that operation. Otherwise, or if its type
+        or size is wrong, it is read into a buffer."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)

@@ -96,8 +96,8 @@ class Connections:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends and, if an error ended it, which error. This takes about 2
-        s at most, or longer if several ranks do not read their messages."""
+        """Tell the other ranks that this rank ends, and which error ended it, if any. This usually takes at
+        most 2 seconds. It can take longer if several ranks do not read their messages."""
         if self._closed:
             return
         self._closed = True
@@ -116,7 +116,8 @@ class Connections:
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Return whether another rank's kernel has yet to acknowledge data from this rank."""
+        """Return whether data that this rank sent is still unacknowledged by the operating system of another
+        rank."""
         # If this process exited before then, its kernel would answer later messages with a TCP reset, and the
         # other rank's kernel would discard the data.
         with self.state:
@@ -271,8 +272,8 @@ class Connections:
             RECORD.waited += time.monotonic() - began
 
     def _can_continue(self, operation: Operation) -> bool:
-        """Return whether the thread that waits for ``operation`` can go on: because ``operation`` has ended,
-        or because it or another operation is ready to continue. The caller must hold the lock ``state``."""
+        """Return whether the thread that waits for ``operation`` has something to do: ``operation`` has
+        ended, or it or another operation is ready to continue. The caller must hold the lock ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)

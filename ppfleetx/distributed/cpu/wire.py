@@ -114,7 +114,7 @@ class Peer:
             self._sending.release()
 
     def undelivered(self) -> int:
-        """Return the number of sent bytes that the other rank's kernel has not yet acknowledged. Shutting
-        down the connection counts as one byte."""
+        """Return the number of sent bytes that the operating system of the other rank has not yet
+        acknowledged. Shutting down the connection counts as one byte."""
         count = fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(count, sys.byteorder)
