@@ -227,7 +227,8 @@ class Trainer:
 
         Args:
             finetune_checkpoint: the directory of the checkpoint; None: the directory given as ``model``.
-            auto_trans_ckpt: None or True has no effect; False raises ConfigError, because checkpoints are always resharded for the parallel plan.
+            auto_trans_ckpt: None or True has no effect; False raises ConfigError, because checkpoints are
+                always resharded for the parallel plan.
             resume: continue the run in ``output_dir`` from its last checkpoint instead.
 
         Raises:
@@ -250,7 +251,8 @@ class Trainer:
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
         """Evaluate on ``eval_dataset``. If there is none, the evaluation uses the share of ``train_dataset``
-        that the configuration holds out. Returns a dict with ``loss`` and ``ppl`` of the first evaluation set.
+        that the configuration holds out. Returns a dict with ``loss`` and ``ppl`` of the first evaluation
+        set.
 
         Args:
             eval_checkpoint: the directory of the model to evaluate; None: the model trained by this object,

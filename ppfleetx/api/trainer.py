@@ -105,9 +105,8 @@ class Trainer:
             or JSON Lines file or a folder of such files, the prefix of a ``.bin/.idx`` pair, or a
             ``datasets.Dataset`` with a column ``text``. Text is encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several sets by name:
-            ``{"wiki": ..., "code": ...}``. None: the share of ``train_data`` that
-            ``Data.Eval.dataset.split`` sets aside. Without ``Data.Eval`` in the configuration, there is then
-            no evaluation.
+            ``{"wiki": ..., "code": ...}``. None: the share of ``train_data`` that ``Data.Eval.dataset.split`` sets aside. Without
+            ``Data.Eval`` in the configuration, there is then no evaluation.
         tokenizer: encodes the text: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
         callbacks: objects whose methods the training loop calls; see
@@ -192,8 +191,8 @@ class Trainer:
 
     @property
     def model(self) -> GPT:
-        """The trained model. After :meth:`fit`, this is the model in memory. Before :meth:`fit`, or if the plan
-        splits the model (tensor, pipeline or context parallelism, ZeRO stage 3), it is loaded from the
+        """The trained model. After :meth:`fit`, this is the model in memory. Before :meth:`fit`, or if the
+        plan splits the model (tensor, pipeline or context parallelism, ZeRO stage 3), it is loaded from the
         checkpoint that :meth:`evaluate` uses. Raises UserError if there is no checkpoint."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir

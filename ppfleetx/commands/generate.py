@@ -168,8 +168,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Raise ConfigError if results cannot be written to ``path``. An existing file may be
-    replaced only if it is empty or holds earlier results. These contain the bytes ``mark``."""
+    """Raise ConfigError if results cannot be written to ``path``. An existing file may be replaced only if it
+    is empty or holds earlier results. These contain the bytes ``mark``."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -235,8 +235,8 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer that ``Data.tokenizer`` names, or else the tokenizer that is stored in or beside the
-    checkpoint. The stored one is also used if the run was moved, so that the directory in ``Data.tokenizer``
-    no longer exists. Raises ConfigError if there is no tokenizer."""
+    checkpoint. The stored one is also used if the run was moved and the directory in ``Data.tokenizer`` no
+    longer exists. Raises ConfigError if there is no tokenizer."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)

@@ -153,9 +153,9 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert a GPT-2 checkpoint of Hugging Face to our format. ``config.json``,
-    ``generation_config.json`` and tokenizer files in the same directory are read too, if they exist. Returns
-    the directory of the new checkpoint.
+    """Convert a GPT-2 checkpoint of Hugging Face to our format. ``config.json``, ``generation_config.json``
+    and tokenizer files in the same directory are read too, if they exist. Returns the directory of the new
+    checkpoint.
 
     Args:
         torch_path: a file in the format of ``pytorch_model.bin`` or ``model.safetensors``.

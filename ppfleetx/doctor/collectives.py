@@ -46,7 +46,8 @@ class Member:
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """Yield the process groups of this process: first the group of all ranks, then the groups of the parallel plan that have more than one rank."""
+    """Yield the process groups of this process: first the group of all ranks, then the groups of the parallel
+    plan that have more than one rank."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:

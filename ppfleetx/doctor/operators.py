@@ -112,7 +112,7 @@ def kernels_row(
         place: the kind of device, for the name of the row.
         registry: the kernels that Paddle has registered.
         wanted: the data types that each kernel must support.
-        backends: the backends to look for. It is enough that one of them has the kernel.
+        backends: the backends to search. A data type is supported if one of them has it.
     """
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())

@@ -85,8 +85,8 @@ class Host:
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
         """Send ``value`` to all processes, and return one :class:`Answer` for each process, in the order of
-        their numbers. All processes must make the same sequence of calls. If nothing arrives for
-        ``seconds``, the :class:`Answer` of each missing process has a problem instead of a value.
+        their numbers. All processes must make the same sequence of calls. If nothing arrives for ``seconds``,
+        the :class:`Answer` of each missing process has a problem instead of a value.
 
         Raises:
             RendezvousError: the first process no longer answers. Only raised in the other processes
