@@ -105,8 +105,9 @@ class Trainer:
             or JSON Lines file or a folder of such files, the prefix of a ``.bin/.idx`` pair, or a
             ``datasets.Dataset`` with a column ``text``. Text is encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several sets by name:
-            ``{"wiki": ..., "code": ...}``. None: the share of ``train_data`` that ``Data.Eval.dataset.split`` sets aside. Without
-            ``Data.Eval`` in the configuration, there is then no evaluation.
+            ``{"wiki": ..., "code": ...}``. None: the share of ``train_data`` that
+            ``Data.Eval.dataset.split`` sets aside. If the configuration has no ``Data.Eval``, nothing is
+            evaluated.
         tokenizer: encodes the text: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
         callbacks: objects whose methods the training loop calls; see
