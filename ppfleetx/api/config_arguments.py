@@ -1,5 +1,4 @@
-"""Convert the configuration and the overrides that a Python program passes to the forms that ``load_config``
-accepts."""
+"""Convert the configuration and overrides of a Python caller into arguments of ``load_config``."""
 
 from __future__ import annotations
 

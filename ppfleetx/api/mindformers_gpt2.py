@@ -113,7 +113,7 @@ class GPT2LMHeadModel:
 
 
 def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
-    """Return a mask ``[b, s]``: False at the padding that ends a sequence, True elsewhere."""
+    """Return a mask ``[b, s]``: False for padding at the end of a sequence, True elsewhere."""
     if pad_id is None:
         return np.ones(ids.shape, bool)
     from_end = np.flip(ids != pad_id, axis=1)

@@ -64,8 +64,8 @@ class TextGenerationPipeline:
         ``top_k``, are left out, and a warning names them.
 
         Raises:
-            ConfigError: ``chosen`` has options that only sampling uses, ``do_sample`` is not given, and the
-                model does not sample by default.
+            ConfigError: an option such as ``top_k`` is given without ``do_sample``, and the model does not
+                sample by default.
         """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
@@ -153,8 +153,8 @@ class Trainer:
 
     Args:
         task: must be ``text_generation``.
-        model: a directory with the initial weights, or the name of a shipped configuration
-            (``ppfleetx configs`` lists them), whose model starts from random weights.
+        model: a directory with the initial weights, or the name of a shipped configuration, as listed by
+            ``ppfleetx configs``. With a configuration, training starts from random weights.
         train_dataset, eval_dataset: the data, as for ``train_data`` and ``eval_data`` of
             :class:`ppfleetx.Trainer`.
         tokenizer: encodes the training and evaluation data; None: the model's tokenizer.
@@ -228,7 +228,7 @@ class Trainer:
         Args:
             finetune_checkpoint: the directory of the checkpoint; None: the directory given as ``model``.
             auto_trans_ckpt: None or True has no effect; False raises ConfigError, because checkpoints are
-                always split as the parallel plan needs.
+                always resharded for the parallel plan.
             resume: continue the run in ``output_dir`` from its last checkpoint instead.
 
         Raises:
@@ -250,8 +250,9 @@ class Trainer:
         self._fit(more, resume=resume)
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
-        """Evaluate on ``eval_dataset`` or, without one, on the share of ``train_dataset`` that the
-        configuration sets aside. Returns a dict with ``loss`` and ``ppl`` of the first evaluation set.
+        """Evaluate on ``eval_dataset``. If there is none, the evaluation uses the share of ``train_dataset``
+        that the configuration holds out. Returns a dict with ``loss`` and ``ppl`` of the first evaluation
+        set.
 
         Args:
             eval_checkpoint: the directory of the model to evaluate; None: the model trained by this object,
@@ -309,8 +310,8 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ResolvedModel:
-        """Find the model that ``place`` names, and convert it if necessary. Converted files are deleted
-        when this `Trainer` is garbage-collected."""
+        """Return the model that ``place`` names, converted to our format if necessary. Converted files are
+        deleted when this `Trainer` is garbage-collected."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

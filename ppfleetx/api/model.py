@@ -202,7 +202,7 @@ class GPT:
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout on (``mode=True``) or off, for a training loop of your own."""
+        """Switch dropout on (``mode=True``) or off, for a custom training loop."""
         self.network.train() if mode else self.network.eval()
         self._generator = None  # discard its copies of the weights, because training changes the weights
         return self
@@ -220,7 +220,7 @@ class GPT:
     # ---- computing with the model
 
     def __call__(self, tokens: Tokens) -> paddle.Tensor:
-        """Compute float32 logits ``[b, s, V]``: for each token, the scores of the token that follows it.
+        """Compute float32 next-token logits ``[b, s, V]`` for each position of the sequences.
 
         Args:
             tokens: ids ``[b, s]``, or ``[s]`` for one sequence.

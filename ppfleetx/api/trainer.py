@@ -36,7 +36,7 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
     Args:
         data: the prefix of an existing corpus, a text or JSON Lines file or a folder of such files, a list of
             strings, or records with a string under ``text``, such as a ``datasets.Dataset``.
-        tokenizer: encodes the strings, and ends each with its end-of-document token.
+        tokenizer: encodes the strings. Its end-of-document token is appended to each string.
         directory: the directory to write the corpus to.
 
     Raises:
@@ -104,9 +104,10 @@ class Trainer:
         train_data: the training data, instead of ``Data.Train.dataset.input_dir``: a list of strings, a text
             or JSON Lines file or a folder of such files, the prefix of a ``.bin/.idx`` pair, or a
             ``datasets.Dataset`` with a column ``text``. Text is encoded into ``output_dir/data``.
-        eval_data: the evaluation data in the same forms, or several by name: ``{"wiki": ..., "code": ...}``.
-            None: the share of ``train_data`` that ``Data.Eval.dataset.split`` sets aside, or no evaluation
-            data if the configuration has no ``Data.Eval``.
+        eval_data: the evaluation data in the same forms, or several sets by name:
+            ``{"wiki": ..., "code": ...}``. None: the share of ``train_data`` that
+            ``Data.Eval.dataset.split`` sets aside. With neither ``eval_data`` nor ``Data.Eval``, nothing
+            is evaluated.
         tokenizer: encodes the text: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
         callbacks: objects whose methods the training loop calls; see
@@ -172,8 +173,8 @@ class Trainer:
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
         """Evaluate the last checkpoint in ``output_dir`` on ``Data.Eval``. Before :meth:`fit`, evaluate
-        ``Engine.save_load.ckpt_dir`` instead if it is set. Returns a record with loss and perplexity or, if
-        ``Data.Eval.sets`` has named sets, ``{name: record}``.
+        ``Engine.save_load.ckpt_dir`` instead if it is set. Returns a record with loss and perplexity. If
+        ``Data.Eval.sets`` has named sets, returns ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -191,8 +192,8 @@ class Trainer:
 
     @property
     def model(self) -> GPT:
-        """The trained model. After :meth:`fit`, this is the model in memory, unless the plan splits it
-        (tensor, pipeline or context parallelism, ZeRO stage 3). Otherwise, the model is loaded from the
+        """The trained model. After :meth:`fit`, this is the model in memory. Before :meth:`fit`, or if the
+        plan splits the model (tensor, pipeline or context parallelism, ZeRO stage 3), it is loaded from the
         checkpoint that :meth:`evaluate` uses. Raises UserError if there is no checkpoint."""
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir

@@ -1,7 +1,7 @@
 """The commands of ppfleetx: one module for each verb (subcommand) or group of verbs.
 
-Importing this package enables all commands to read FleetX checkpoints. All functions raise UserError
-(`config/errors.py`) if the user made a mistake.
+Importing this package registers the reader of FleetX checkpoints, so every command can read them. All
+functions raise UserError (`config/errors.py`) if the user made a mistake.
 """
 
 from __future__ import annotations

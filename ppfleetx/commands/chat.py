@@ -66,9 +66,10 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add the user's message ``text`` to the conversation, and generate the model's answer. Returns facts
-        about the answer, such as whether it was cut off. ``on_text`` is called with each new piece of the
-        answer. Ctrl-C stops the answer; the part that was generated stays in the conversation.
+        """Add the user's message ``text`` to the conversation, and generate the model's answer. The answer is
+        streamed: ``on_text`` is called with each newly generated part of it. Ctrl-C stops generation, and
+        what was generated so far stays in the conversation. Returns how the answer ended, such as whether it
+        was cut off at the length limit.
 
         Raises:
             ChatError: the chat template refuses the message, or the message is too long. The conversation is
@@ -109,8 +110,7 @@ class Conversation:
 
     def _prompt(self) -> tuple[list[int], int]:
         """Return the token ids of the conversation, and how many messages were removed from it. The oldest
-        messages are removed from :attr:`turns` until the rest and an answer fit the model's context
-        length."""
+        messages are removed from :attr:`turns` if the context length leaves too little room for an answer."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -130,7 +130,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about an answer. The terminal shows them below the answer's text."""
+    """How the generation of an answer ended, and how many old messages were left out of the prompt. The
+    terminal shows this below the answer's text."""
 
     left_out: int  # number of old messages that no longer fit the model's context length
     was_stopped: bool  # by Ctrl-C

@@ -58,9 +58,9 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
     """Return a report on the configuration: plan, parameters, batches, FLOPs, precision, recomputation,
-    memory and schedules. ``device`` is the device of the run; None: ``Global.device``, or a GPU if that is
-    ``auto``. Raises UserError if the configuration names weights that must be converted first, or has invalid
-    callbacks or an invalid schedule."""
+    memory and schedules. ``device`` is the device of the run. If it is None, the report uses
+    ``Global.device``, and a GPU for ``auto``. Raises UserError if the configuration names weights that must
+    be converted first, or has invalid callbacks or an invalid schedule."""
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
         from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed
@@ -209,8 +209,8 @@ def _batch_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def _precision_before_start(cfg: RunConfig) -> str:
-    """Describe the precision of a run. If ``Global.device`` is ``auto`` and this machine has only a CPU,
-    describe the precision on GPUs and, if it differs, on this CPU."""
+    """Describe the precision of a run. With ``Global.device: auto``, this is the precision on GPUs. If this
+    machine has only a CPU and its precision differs, the text names both."""
     if cfg.Global.device != "auto":
         return _precision(cfg, cfg.Global.device)
     on_gpus, on_cpu = _precision(cfg, GPU), _precision(cfg, CPU)

@@ -118,8 +118,8 @@ class Convert(Command):
 
 
 def parse_plan(text: str) -> ParallelPlan:
-    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2``. Raises ConfigError if the text is not
-    such a plan."""
+    """Parse a tensor- and pipeline-parallel plan such as ``mp=2,pp=2``. Raises ConfigError if ``text`` has
+    another axis, or a degree that is not a positive integer."""
     degrees = {}
     for part in text.split(","):
         axis, _, text_of_degree = part.strip().partition("=")

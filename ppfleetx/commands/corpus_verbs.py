@@ -57,8 +57,8 @@ def show(prefix: str, as_json: bool) -> None:
 
 
 def verify(prefix: str) -> int:
-    """Check a corpus for damage, by its checksums if it has them, and print what was found. Returns the exit
-    code: 1 for damage, else 0."""
+    """Check a corpus for damage, and print what was found. Its checksums are verified if it has them. Returns
+    the exit code: 1 for damage, else 0."""
     from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)

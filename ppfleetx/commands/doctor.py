@@ -44,8 +44,7 @@ examples:
     )
 
     def check_before_launch(self) -> None:
-        """Do nothing. Other verbs raise an error here for a mistake of the user; doctor lists the mistake
-        in its table instead."""
+        """Do nothing. Other verbs raise UserError here; doctor reports the same errors in its table."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Check the network between machines, launch the ranks, and print a table of all findings. The ranks

@@ -46,10 +46,10 @@ class Perplexity:
 
     Attributes:
         file: path of the text.
-        detokenizer: name of the rules that changed the text before it was encoded.
+        detokenizer: name of the detokenization rules that were applied before the text was encoded.
         num_tokens: the number of tokens.
         num_words: the number of words in the file. Words are separated by single spaces.
-        loss: the mean negative log probability of every token but the first, in nats.
+        loss: the mean negative log probability of all tokens but the first, in nats.
         ppl: exp(loss), the perplexity per token.
         token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
         adjusted_ppl: exp(loss x token_ratio), the perplexity per word.
@@ -145,8 +145,8 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
-    """Read and encode the file ``Offline_Eval.eval_path``. Returns sliding windows for the perplexity, or,
-    with ``cloze_eval``, texts whose last words the model must predict."""
+    """Read and encode the file ``Offline_Eval.eval_path``. Returns sliding windows for the perplexity. With
+    ``cloze_eval``, returns texts whose last word the model must predict."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
@@ -157,8 +157,8 @@ def evaluate(
     cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> tuple[Result, dict[str, Any]]:
     """Score the encoded texts in ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``. Returns the
-    result, which is the same on all ranks, and facts about the evaluation, such as the checkpoint's step and
-    the length of the windows."""
+    result, which is the same on all ranks, and a dict that describes the evaluation, with keys such as
+    ``checkpoint``, ``step`` and ``max_seq_len``."""
     from ppfleetx.commands.train import build_runner, find_weights
 
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
@@ -252,8 +252,8 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write a result and the facts ``about`` the evaluation to the file ``path`` as JSON. Numbers that are
-    not finite become null."""
+    """Write an evaluation's result to the file ``path`` as JSON. ``about`` has further keys, such as the
+    checkpoint's step. Numbers that are not finite become null."""
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}
     plain = {

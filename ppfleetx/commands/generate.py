@@ -152,8 +152,12 @@ def check_options(cfg: RunConfig) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Raise ConfigError if the configured model is a classifier, and CheckpointError if
-    ``Engine.save_load.ckpt_dir`` holds no checkpoint. No tensor is read."""
+    """Check, without reading tensors, that the configured checkpoint can generate text.
+
+    Raises:
+        ConfigError: the model is a classifier.
+        CheckpointError: ``Engine.save_load.ckpt_dir`` holds no checkpoint.
+    """
     if not cfg.Model.task.continues_text:
         raise cfg.error(
             "Model.module",
@@ -164,8 +168,8 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Raise ConfigError if results cannot be written to ``path``. An existing file is replaced only if it is
-    empty or contains ``mark``, the bytes by which earlier results are recognized."""
+    """Raise ConfigError if results cannot be written to ``path``. An existing file may be replaced only if it
+    is empty or holds earlier results. These contain the bytes ``mark``."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
@@ -211,8 +215,8 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
 
 
 def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
-    """Return a function that loads the assistant (draft) model for speculative decoding from the place that
-    ``Generation.assistant_model`` names. Each process holds the whole assistant model."""
+    """Return a function that loads the assistant (draft) model for speculative decoding. Its argument is the
+    value of ``Generation.assistant_model``. Each process holds the whole assistant model."""
 
     def load(place: str) -> Assistant:
         from ppfleetx.commands.resolve_model import resolve_model
@@ -231,8 +235,8 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer that ``Data.tokenizer`` names, or else the tokenizer that is stored in or beside the
-    checkpoint. The stored tokenizer is also used if the named directory no longer exists because the run was
-    moved. Raises ConfigError if there is no tokenizer."""
+    checkpoint. The stored one is also used if the run was moved and the directory in ``Data.tokenizer`` no
+    longer exists. Raises ConfigError if there is no tokenizer."""
     from ppfleetx.data.build import load_tokenizer
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
@@ -261,10 +265,12 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """Return the prompts in the file ``Generation.prompt_file``, else in ``Generation.prompt``, else
-    :data:`DEFAULT_PROMPT`. Each line of a ``.jsonl`` file is a JSON string, or an object with a string under
-    ``prompt``. In any other file, and in ``-`` (standard input), each line is a prompt. Blank lines are
-    skipped."""
+    """Return the configured prompts. They come from the file ``Generation.prompt_file`` if that is set. Else
+    they are ``Generation.prompt``, or :data:`DEFAULT_PROMPT` if neither is set.
+
+    Each line of a ``.jsonl`` file is a JSON string, or an object with a string under ``prompt``. In any other
+    file, and in ``-`` (standard input), each line is a prompt. Blank lines are skipped.
+    """
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
     prompt, place = cfg.Generation.prompt, cfg.origins.get("Generation.prompt")

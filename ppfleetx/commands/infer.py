@@ -74,9 +74,9 @@ def _config_of(export: str) -> Sections:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """Return the generation settings for an exported model. A key that the user gave keeps its value from
-    ``cfg.Generation``. Any other key has its value from ``exported``, the settings stored with the exported
-    model, or else the default.
+    """Return the generation settings for an exported model. ``exported`` are the settings that are stored
+    with the model. Keys of ``cfg.Generation`` that the user set take precedence over them. Keys that are set
+    in neither have their defaults.
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:

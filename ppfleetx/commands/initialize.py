@@ -117,7 +117,8 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 
 
 def _will_be_loaded(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Return whether the program will load the weights that the configuration key ``key`` names."""
+    """Return whether the program will load the weights that the configuration key ``key`` names. ``trains``
+    is whether the program trains."""
     if key == "Model.lora.base":
         return True
     if not trains:  # init_from only names the weights from which the run once started

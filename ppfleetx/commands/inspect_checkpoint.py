@@ -71,8 +71,8 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check a checkpoint for damage, by its checksums if it has them, and print what was found. Returns the
-    exit code: 1 for damage, else 0."""
+    """Check a checkpoint for damage, and print what was found. Its checksums are verified if it has them.
+    Returns the exit code: 1 for damage, else 0."""
     from ppfleetx.checkpoint.resolve_checkpoint import open_named
 
     if not Path(path).is_dir():

@@ -70,8 +70,8 @@ class LaunchOptions(Command):
         return 0
 
     def check_before_launch(self) -> None:
-        """Raise UserError before any rank starts, for a mistake that would stop every rank, such as one in
-        the configuration. The user then sees the message only once."""
+        """Check for errors that every rank would raise, such as errors in the configuration. Raises UserError
+        before any rank starts, so that the user sees the message only once."""
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
             raise ConfigError(
                 "several machines need --master HOST:PORT: the first one, and a free port there",

@@ -39,9 +39,9 @@ _SAME_MEANING = {
 
 
 class HarnessModel(TemplateLM):
-    """A checkpoint with the model interface of lm-evaluation-harness. If a context and its continuation
-    together are longer than the model's context length, the beginning of the context is cut off. If the
-    continuation alone is longer, scoring raises DataError.
+    """Adapter that lets lm-evaluation-harness score text and generate with a checkpoint. If context and
+    continuation together are longer than the model's context length, the beginning of the context is cut off.
+    If the continuation alone is longer, scoring raises DataError.
 
     Args:
         generator: the loaded model and its tokenizer.

@@ -34,7 +34,8 @@ _RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference between two runs in one quantity, and the step at which it occurs."""
+    """The largest relative difference between two runs in one quantity, such as the loss, and the step at
+    which it occurs."""
 
     key: str
     largest: float
@@ -131,8 +132,8 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
     """Context manager that yields a temporary directory with ppfleetx's files at the git commit ``commit``.
-    If ``commit`` is None, it yields None, which stands for the running ppfleetx. Raises UserError if there is
-    no such commit."""
+    If ``commit`` is None, it yields None, and the caller uses the ppfleetx that is running. Raises UserError
+    if the commit does not exist."""
     if commit is None:
         yield None
         return

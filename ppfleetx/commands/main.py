@@ -141,7 +141,7 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
         program: the program's name in messages; None: the name of the script that runs.
 
     Raises:
-        UserError: a mistake of the user.
+        UserError: the user made a mistake, such as naming a file that does not exist.
         SystemExit: the arguments are wrong, or contain ``--help``.
     """
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -92,9 +92,9 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """Run ``train_full_8p.sh`` or ``train_performance_8p.sh``: train on eight ranks, and print a table of
-    results. The logs of an earlier run are renamed first, and so is its output directory unless the run is
-    resumed. ``evaluates`` is whether the run is evaluated during training. Returns the launcher's exit
-    code."""
+    results. The logs of an earlier run are renamed first. Its output directory is renamed too, unless this
+    run resumes it. With ``--check``, only a report on the configuration is printed. ``evaluates`` is whether
+    the run is evaluated during training. Returns the exit code."""
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
     arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)

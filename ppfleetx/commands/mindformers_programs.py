@@ -153,9 +153,9 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert a GPT-2 checkpoint of Hugging Face to our format. The files ``config.json`` and
-    ``generation_config.json`` and tokenizer files are read too if they are beside the checkpoint. Returns the
-    directory of the new checkpoint.
+    """Convert a GPT-2 checkpoint of Hugging Face to our format. ``config.json``, ``generation_config.json``
+    and tokenizer files in the same directory are read too, if they exist. Returns the directory of the new
+    checkpoint.
 
     Args:
         torch_path: a file in the format of ``pytorch_model.bin`` or ``model.safetensors``.
@@ -192,7 +192,7 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _made_config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """Make Hugging Face's ``config.json`` for a GPT-2 checkpoint, from the shapes of its tensors."""
+    """Return Hugging Face's ``config.json`` for a GPT-2 checkpoint, read from the shapes of its tensors."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

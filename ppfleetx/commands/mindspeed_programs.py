@@ -39,8 +39,8 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """Start the ranks of a script with Paddle's launcher, as MindSpore's ``msrun`` starts them, and name the
-    log files as MindSpore does. Returns the launcher's exit code; with ``--join=False``, returns 0 without
+    """Run a script on several ranks with Paddle's launcher. The arguments and the names of the log files are
+    those of MindSpore's ``msrun``. Returns the launcher's exit code. With ``--join=False``, returns 0 without
     waiting for the ranks."""
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, args.local_worker_num)

@@ -26,8 +26,8 @@ MODEL_HELP = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's configuration before loading: the user's file or the checkpoint's own configuration, and
-    overrides."""
+    """What a model's configuration is loaded from: the user's file or the checkpoint's own configuration,
+    with overrides."""
 
     config: ConfigSource
     overrides: list[Override]
@@ -53,8 +53,8 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[ModelSource]:
-        """Return a context manager that yields a :class:`ModelSource`, which loads the configuration of the
-        model that these options name. ``settings`` are additional overrides of the configuration."""
+        """Return a context manager that yields a :class:`ModelSource` for the model that these options name.
+        ``settings`` are additional overrides of its configuration."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -67,8 +67,8 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[ModelSource]:
-    """Context manager that yields the source of the configuration for the model in ``checkpoint``. A model in
-    Hugging Face's or GGUF format is converted to temporary files, which are removed when the context ends.
+    """Context manager that yields a :class:`ModelSource` for the model in ``checkpoint``. A model in Hugging
+    Face's or GGUF format is converted to temporary files, which are removed when the context ends.
 
     Args:
         checkpoint: the model; None: the configuration names it.

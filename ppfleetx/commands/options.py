@@ -151,7 +151,8 @@ def positive_int(text: str) -> int | None:
 
 
 def whole_number(text: str) -> int:
-    """Parse an integer of at least 1. Used as the ``type=`` of an option."""
+    """Parse an integer of at least 1, as the ``type=`` of an option. Raises ArgumentTypeError for other
+    text."""
     number = positive_int(text)
     if number is None:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
@@ -219,8 +220,8 @@ class OptionalConfigOptions(ConfigOptions):
 
 def import_plugins(options: Command) -> None:
     """Import the modules that ``--plugin`` and the environment variable ``PPFLEETX_PLUGINS`` name. Does
-    nothing if the verb has no option ``--plugin``, or if ``-c`` is optional and neither ``--plugin`` nor
-    ``-c`` is given."""
+    nothing if the verb has no option ``--plugin``. If ``-c`` is optional, the modules are imported only if
+    ``-c`` or ``--plugin`` is given."""
     plugins = getattr(options, "plugin", None)
     if "" in (plugins or ()):
         raise ConfigError("must name a Python module", key="--plugin", value="")

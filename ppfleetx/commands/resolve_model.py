@@ -46,14 +46,14 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """Return a temporary directory made from ``source``. All processes of this job on this machine share the
-    directory. Without a launcher, all processes with the same source share it.
+    """Return a temporary directory that ``fill`` has filled from ``source``. All processes of this job on
+    this machine share it. Without a launcher, all processes with the same ``source`` share it.
 
     Args:
         source: a directory or a file. If it has changed, another temporary directory is made.
         environ: the environment variables, which identify the job.
-        fill: creates the directory whose path it gets. If the directory does not exist yet, one process of
-            each machine calls this function.
+        fill: creates the directory at the path that it is called with. It is called by one process of each
+            machine, and only if the directory does not exist yet.
         stack: the directory stays at least until this stack is closed.
 
     Raises:
@@ -167,8 +167,8 @@ class ResolvedModel:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """Return the overrides that select this checkpoint and its tokenizer, with the user's overrides after
-        them.
+        """Return the overrides that select this checkpoint and its tokenizer, followed by the user's
+        overrides.
 
         Args:
             given: the user's overrides. If they name a tokenizer, the checkpoint's tokenizer is not used.

@@ -232,7 +232,8 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
 
 
 def _samples(path: Path) -> list[Section]:
-    """Make a section with the samples that ``ppfleetx generate --output`` wrote to ``path``, if it exists."""
+    """Return a list with one section: the samples that ``ppfleetx generate --output`` wrote to ``path``. The
+    list is empty if the file does not exist."""
     if not path.is_file():
         return []
     texts = []

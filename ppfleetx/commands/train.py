@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
     """Train as configured: start or resume, evaluate, save, stop. Returns the engine; the trained model is
-    ``engine.runner.model``. ``callbacks`` are called after those of ``Engine.callbacks``. They need not be
-    the same on all ranks."""
+    ``engine.runner.model``. ``callbacks`` are called after the callbacks of ``Engine.callbacks``. Ranks may
+    pass different ``callbacks``."""
     refuse_quantized_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
@@ -121,8 +121,9 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the run's last checkpoint after a loss spike. Returns the training batches after
-    ``consumed_samples``, or None if there is no checkpoint."""
+    """Load the run's last checkpoint after a loss spike. Training then continues after the first
+    ``consumed_samples`` samples of the run, which skips the data of the spike. Returns an iterator over the
+    following batches, or None if there is no checkpoint."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -231,8 +232,8 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: StepRunner) -> N
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
-    """Find the checkpoint ``Engine.save_load.ckpt_dir``, to use its weights without training. The step of the
-    returned :class:`Start` is the step at which the checkpoint was saved."""
+    """Return the checkpoint ``Engine.save_load.ckpt_dir`` as a :class:`Start`, to use its weights without
+    training. ``state.step`` of the result is the step at which the checkpoint was saved."""
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)
     if not start.resumes:

@@ -47,7 +47,7 @@ class Member:
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
     """Yield the process groups of this process: first the group of all ranks, then the groups of the parallel
-    plan that have several ranks."""
+    plan that have more than one rank."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:
@@ -93,9 +93,8 @@ def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
 
 
 def _uneven_ends(member: Member, count: int) -> np.ndarray:
-    """Return the index after the last row of each member, if ``count`` rows are divided among the members of
-    a group so that each member gets more rows than the member before it. Used to test an all-to-all with
-    unequal message sizes."""
+    """Divide ``count`` rows unevenly among the members of a group, to test an all-to-all with unequal message
+    sizes. Returns the end index of each member's rows, such as ``[1, 3, 6]`` for 6 rows and 3 members."""
     return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
 
 

@@ -41,9 +41,9 @@ _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Check that the data of ``Data.Train`` and ``Data.Eval`` can be opened and are enough for one sample. A
-    corpus that has checksums is compared with them. If the corpus is large or the disk is slow, only some
-    blocks of the corpus are compared."""
+    """Check that the data of ``Data.Train`` and ``Data.Eval`` can be opened and are enough for one sample. If
+    a corpus has checksums, its blocks are compared with them. Only some blocks are compared if the corpus is
+    large or the disk is slow."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -167,8 +167,8 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 
 def fingerprints(target: Target) -> dict[str, str]:
-    """Return hashes of the training data, the evaluation data and the tokenizer, by name, to compare
-    machines. Data that cannot be read have the value "not readable" instead of a hash."""
+    """Return hashes of the training data, the evaluation data and the tokenizer, by name. The hashes of all
+    machines must be equal. Data that cannot be read have the value "not readable" instead of a hash."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -205,11 +205,14 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """Describe each checkpoint that the run can start from, to compare machines. Returns the descriptions by
-    configuration key; with ``Engine.save_load.resume``, ``output_dir`` is one of the keys. A description is
-    the checkpoint's name and the first 16 hexadecimal digits of its manifest's SHA-256. Checkpoints of
-    PaddleFleetX have no manifest, so only their names are compared. For a checkpoint that is missing or
-    cannot be read, the description says so."""
+    """Return a description of each checkpoint that the run can start from, by configuration key. The
+    descriptions of all machines must be equal. With ``Engine.save_load.resume``, ``output_dir`` is one of the
+    keys.
+
+    A description is the checkpoint's name and the first 16 hexadecimal digits of its manifest's SHA-256.
+    Checkpoints of PaddleFleetX have no manifest, so theirs is only the name. If a checkpoint is missing or
+    cannot be read, the description says so.
+    """
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load

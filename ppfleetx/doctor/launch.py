@@ -66,8 +66,8 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
 
 
 def import_row() -> Row | None:
-    """Return the report row that says why Paddle cannot be imported, or None if it can. Another process tries
-    the import, because the import can crash."""
+    """Return the report row that says why Paddle cannot be imported, or None if it can. The import is tried
+    in a subprocess, because it can crash."""
     command = [sys.executable, "-c", "import paddle"]
     try:
         done = subprocess.run(

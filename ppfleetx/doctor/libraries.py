@@ -42,8 +42,8 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """Return the range of versions of a library that ppfleetx's metadata requires; None if there is no
-    requirement or the metadata cannot be read."""
+    """Return the version range that ppfleetx's metadata requires of a library, such as ``>=2,<3``. Returns
+    None if there is no requirement, or the metadata cannot be read."""
     try:
         from packaging.requirements import Requirement
 

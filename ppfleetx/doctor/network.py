@@ -147,8 +147,8 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
 
     Args:
         names: the names of the machines.
-        answers: for each machine, ``{number of another machine: problem of connecting to it}``. A problem of
-            "" means that the connection works.
+        answers: each machine's results, as ``{number of another machine: error}``. The error is "" if the
+            connection to that machine works.
     """
     failed = False
     for name, answer in zip(names, answers, strict=True):

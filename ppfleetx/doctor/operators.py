@@ -26,8 +26,8 @@ _SHOWN = 8
 
 def registered(target: Target) -> Iterator[Row]:
     """Check that Paddle has the kernels that ppfleetx needs (:mod:`ppfleetx.utils.gpu_operators`). CPU
-    kernels are always checked. If Paddle is built for GPUs, GPU kernels are checked too. Otherwise, if the
-    run uses another kind of card, the kernels of that card are checked."""
+    kernels are always checked. GPU kernels are checked if Paddle is built for GPUs. In other builds, the
+    kernels of the run's card are checked, if it uses one."""
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")
@@ -41,8 +41,7 @@ def registered(target: Target) -> Iterator[Row]:
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
     """Return the report row about the kernels of a card that is not a GPU. Missing kernels are a failure. If
-    the CPU has all of the missing kernels, the row is only a warning, because the host then runs these
-    operators."""
+    the CPU has all of the missing kernels, they are only a warning, because the host then runs them."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
@@ -107,8 +106,14 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """Return the report row that says whether Paddle has all ``wanted`` kernels, each for its data types. A
-    kernel counts if ``registry`` lists it under any of ``backends``."""
+    """Return the report row that says whether Paddle has all kernels in ``wanted``.
+
+    Args:
+        place: the kind of device, for the name of the row.
+        registry: the kernels that Paddle has registered.
+        wanted: the data types that each kernel must support.
+        backends: the backends to search. A data type is supported if one of them has it.
+    """
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"

@@ -29,7 +29,7 @@ _ROUNDS = 10  # a guest waits this many times as long as the host, so that the h
 
 @dataclass(frozen=True)
 class Answer:
-    """One process's part in an exchange: its value, or the reason why there is no value."""
+    """The value that one process sent in an exchange, or the reason why it sent none."""
 
     value: Any = None
     problem: str = ""
@@ -55,13 +55,13 @@ def connect_processes(
 
 @dataclass
 class _Seen:
-    """The state of one of the other processes, as the first process knows it.
+    """What the host knows about one guest.
 
     Attributes:
-        line: the connection to the other process.
-        place: the activity that the other process announced last.
-        problem: why the other process no longer takes part; "" while it takes part.
-        moved: when the other process last sent something, in seconds on the monotonic clock.
+        line: the connection to the guest.
+        place: the activity that the guest announced last.
+        problem: why the guest no longer takes part; "" while it takes part.
+        moved: when the guest last sent something, in seconds on the monotonic clock.
     """
 
     line: JsonConnection
@@ -84,9 +84,9 @@ class Host:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Send ``value`` to all processes, and return the values of all processes as answers, in the order of
-        the processes' numbers. All processes must make the same sequence of calls. If nothing arrives for
-        ``seconds``, the answer of each missing process has a problem instead of a value.
+        """Send ``value`` to all processes, and return one :class:`Answer` for each process, in the order of
+        their numbers. All processes must make the same sequence of calls. If nothing arrives for ``seconds``,
+        the :class:`Answer` of each missing process has a problem instead of a value.
 
         Raises:
             RendezvousError: the first process no longer answers. Only raised in the other processes

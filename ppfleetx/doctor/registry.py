@@ -42,8 +42,8 @@ class Check:
         module, function: where the check is defined.
         title: the name of the report row if the check itself cannot run.
         need: what the check requires, such as a configuration or a card.
-        each: which processes of the job run the check.
-        seconds: the time limit, which ``Target.patience`` can lower. None: no limit, for a check that only
+        each: the processes that run the check, such as the first process of each machine.
+        seconds: the time limit. ``Target.patience`` can lower it. None: no limit, because the check only
             computes.
     """
 

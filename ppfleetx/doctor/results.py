@@ -89,7 +89,7 @@ class Target:
 
     Attributes:
         cfg: the configuration; None: examine only the machine.
-        patience: the maximum time limit of a check, in seconds. Values below 30 count as 30.
+        patience: upper bound on the time limits of all checks, in seconds. Values below 30 count as 30.
         found: report rows that exist before any check runs, such as a configuration error.
     """
 
@@ -149,9 +149,11 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the report rows of all ranks into one list, sorted by heading. Rows that differ only in their
-    numbers become one row with the numbers of the first rank and the list of ranks. The list of ranks is
-    empty if all ranks that ran the check have the row. For a warning or a failure, it is empty only if all
-    ranks of the job have the row."""
+    numbers become one row. It has the numbers of the first rank, and lists the ranks that reported it.
+
+    The list is empty if the row is about all ranks. For a warning or a failure, these are all ranks of the
+    job. For any other row, they are the ranks that ran the check.
+    """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -172,7 +174,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def in_groups(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by heading in the order of :data:`GROUPS`. Rows with the same name stand together."""
+    """Sort rows by heading in the order of :data:`GROUPS`. Rows with the same name are adjacent."""
     groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
     names = list(dict.fromkeys((row.group, row.name) for row in rows))
     return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))

@@ -46,9 +46,13 @@ def examine_all(
     checks: Sequence[Check] | None = None,
     announce: Callable[[str], None] = lambda what: None,
 ) -> list[Row]:
-    """Run those of ``checks`` (None: :data:`CHECKS`) that are meant for this process. Returns the rows in
-    ``target.found``, and then the rows of the checks. ``announce`` is called with the name of each check
-    before the check runs."""
+    """Run the checks that are meant for this process, and return the rows of the report. Its first rows are
+    those in ``target.found``.
+
+    Args:
+        checks: the checks to choose from; None: :data:`CHECKS`.
+        announce: called with the name of each check before it runs.
+    """
     rows = list(target.found)
     for check in CHECKS if checks is None else checks:
         if check.is_for(target):
@@ -90,7 +94,7 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Examination:
-    """One process's part in the examination of a job.
+    """Runs the examination of a job in one of its processes, and collects the rows of all ranks.
 
     Attributes:
         meeting: the connection to the other processes.
