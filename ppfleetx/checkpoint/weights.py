@@ -98,9 +98,9 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the tensors of ``weights`` in the order of the parameters of ``model``, with their vocabulary
-    padding made to match (new padding is 0). Raises CheckpointError if a tensor is missing or unknown, or if
-    its shape differs in more than the padding."""
+    """Return the tensors of ``weights`` in the order of the parameters of ``model``. Their vocabulary padding
+    is cut, or extended with 0, to the size in ``model``. Raises CheckpointError if a tensor is missing or
+    unknown, or if its shape differs in more than the padding."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]

@@ -129,8 +129,8 @@ class Chunk:
 
     Attributes:
         paths: the files that contain the documents.
-        data: the text of the documents. None if the worker reads ``paths`` itself, or if the chunk stands for
-            a single document that is too long and is skipped.
+        data: the text of the documents. None if the worker reads ``paths`` itself. Also None if the chunk
+            is a single document that is too long and is skipped.
         num_disk_bytes: size of the chunk in the file on disk, for the progress bar.
     """
 

@@ -109,8 +109,8 @@ _HIGHEST_SCORE = 5.0
 @dataclass(frozen=True)
 class GlueExamples:
     """The examples in one file of a GLUE task. ``texts`` has one or two sentences for each example.
-    ``labels`` has a class number for each, or a score if the task is a regression; None if labels were not
-    read. ``digest`` is a hash of the file."""
+    ``labels`` has a class number for each example, or a score if the task is a regression. It is None if
+    labels were not read. ``digest`` is a hash of the file."""
 
     path: Path
     texts: list[tuple[str, ...]]

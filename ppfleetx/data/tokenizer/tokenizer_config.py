@@ -229,8 +229,8 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """Add ``tokens`` to ``table``, a dictionary from the text of each added token to its entry. A token that
-    is in ``table`` or ``vocab`` keeps its id, and others get the next free one."""
+    """Add ``tokens`` to ``table``, which has the added tokens by their strings. A token that is already in
+    ``table`` or ``vocab`` keeps its id. Others get the next free id."""
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
