@@ -33,7 +33,7 @@ def is_adapter_or_head(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str], *, widened: bool = False) -> str:
-    """Return a hash of a model's weights, which shows whether LoRA adapters were trained on them. The hash
+    """Return a hash of base weights, to check whether LoRA adapters were trained on these weights. The hash
     covers the element type and the first few numbers of each tensor in ``names``, and does not depend on the
     parallel plan that saved the checkpoint. With ``widened``, 16-bit numbers are converted to float32 first.
     """
@@ -212,7 +212,8 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 
 
 def _dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Replace quantized weights (see :mod:`ppfleetx.nn.quantized`) by lazily dequantized float32 weights."""
+    """Return ``tensors`` with quantized weights (see :mod:`ppfleetx.nn.quantized`) replaced by float32
+    weights, which are dequantized when they are read."""
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"
         for name, tensor in tensors.items()

@@ -51,16 +51,16 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Make a checkpoint's ``config.yaml`` and tokenizer files from a configuration and a tokenizer. Returns
-    their contents by path in the checkpoint."""
+    """Return the contents of ``config.yaml`` and the tokenizer files for a checkpoint, by path in the
+    checkpoint. They are made from ``cfg`` and ``tokenizer``."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learned_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learned_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the chat template of the training data as {file name: template}. Empty if the training data are
-    not chats, or if this is already the tokenizer's default template."""
+    """Return the chat template of the training data, as {file name: template}. The result is empty if the
+    training data are not chats, or if their template is the tokenizer's default template."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != "ChatDataset":
         return {}
@@ -79,8 +79,8 @@ def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
-    """Return ``cfg`` as YAML without the keys that describe the parallel plan, the machine or a single
-    command."""
+    """Return ``cfg`` as YAML, without the keys that describe the parallel plan or the machine, and without
+    keys that belong to one command, such as the prompt."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}

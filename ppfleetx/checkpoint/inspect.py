@@ -45,7 +45,7 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return facts about a checkpoint, such as step, plan and sizes, as a dictionary of JSON values.
+    """Return the main figures of a checkpoint, such as step, plan and sizes, as a dictionary of JSON values.
     ``parameters`` is the total number of elements of all parameters. Keys that end in ``_bytes`` are in
     bytes."""
     manifest = checkpoint.manifest

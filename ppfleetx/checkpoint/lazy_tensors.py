@@ -65,8 +65,9 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """Return a lazy tensor whose array is the result of ``make``, called with the arrays of ``parts``. Raises
-    CheckpointError if their element types differ. ``name`` is the tensor's name for this message."""
+    """Return a lazy tensor of shape ``shape`` that is computed from the tensors ``parts``: reading it calls
+    ``make`` with their arrays. Raises CheckpointError if the element types of ``parts`` differ. ``name`` is
+    the name of the new tensor, for this message."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")
@@ -74,7 +75,8 @@ def derive(
 
 
 def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
-    """Convert an array between element types named as in safetensors; bfloat16 is passed as uint16 bits."""
+    """Convert an array from the element type ``stored`` to the element type ``wanted``, which are named as in
+    safetensors. bfloat16 arrays are passed and returned as bits in uint16."""
     if stored == wanted:
         return values
     if stored == "BF16":

@@ -330,8 +330,9 @@ class HostCopier:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return slices whose data is a copy of the tensors, and a function that makes this copy. The
-        function must be called once, from any thread, before the slices are written."""
+        """Return slices for a background save, and a function that copies the data of the live ones
+        (`TensorSlice.is_live`) into host memory. The function must be called once, from any thread, before
+        the next optimizer update and before the slices are written."""
         live, copies = [], []
         for piece in pieces:
             if piece.is_live:

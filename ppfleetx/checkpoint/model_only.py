@@ -145,7 +145,7 @@ def save_weights(
 
     Args:
         cfg: the configuration to store with the weights.
-        source: facts about the origin of the weights, to store in the checkpoint's state.
+        source: the origin of the weights, such as their format, to store in the checkpoint's state.
         documents: ``config.yaml`` and tokenizer files, by path; None: made from ``cfg`` and ``tokenizer``.
     """
     return save_checkpoint(

@@ -56,9 +56,10 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def repair_latest(checkpoint: Checkpoint) -> None:
-    """Make the file ``latest`` name ``checkpoint``, the newest undamaged checkpoint, when a run resumes.
+    """Make the file ``latest`` name ``checkpoint``, the newest undamaged checkpoint of its output directory.
 
-    After a killed save or damage to a checkpoint, ``latest`` can name another checkpoint.
+    Called when a run resumes, because ``latest`` can name another checkpoint after a killed save, or if a
+    checkpoint was damaged.
     """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
@@ -77,9 +78,9 @@ def output_lock(output_dir: Path) -> AbstractContextManager[None]:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove the hidden directories of killed saves and deletions. If a save was killed after it had moved an
-    old checkpoint aside and before the new one was in place, the old checkpoint gets its name back. The
-    caller must hold the :func:`output_lock`."""
+    """Remove the hidden directories that killed saves and deletions have left in ``output_dir``. A save that
+    replaces a checkpoint first gives the old one a hidden name. If it was killed before the new checkpoint
+    had the final name, the old one gets its name back. The caller must hold the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames

@@ -23,8 +23,9 @@ from ppfleetx.utils.log import get_logger
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for each configuration key that is set to the path of a checkpoint to load weights
-    from."""
+    """Yield (key, path) for each checkpoint from which a run loads weights. The keys are
+    ``Engine.save_load.ckpt_dir``, ``Engine.save_load.init_from`` and ``Model.lora.base``. Keys that are not
+    set are left out."""
     options, lora = cfg.Engine.save_load, cfg.Model.lora
     for key, place in (
         ("Engine.save_load.ckpt_dir", options.ckpt_dir),
@@ -137,7 +138,8 @@ def newest_good(
 
     Args:
         verify: whether to read all data to find damage.
-        counts: returns whether a checkpoint may be returned; others are skipped. By default, none is skipped.
+        counts: a function that says whether a checkpoint is considered. All others are skipped. By default,
+            all are considered.
         warns: whether to log a warning for each damaged or incomplete checkpoint.
     """
     complete = complete_checkpoints(output_dir)

@@ -36,7 +36,7 @@ _saved: dict[str, _Saved] = {}
 
 @dataclass(frozen=True)
 class Ownership:
-    """The rule that decides which checkpoints in its output directory a training run may delete and replace.
+    """The rule that decides which checkpoints in an output directory a training run may delete or replace.
 
     Attributes:
         run: the id of the run.
@@ -67,8 +67,8 @@ class RunRecord:
 
     Attributes:
         run: the id of the run that saves in this directory.
-        continues: the name of another run's checkpoint in this directory from which this run was started;
-            None if there is none.
+        continues: if this run was started from another run's checkpoint in this directory, the name of that
+            checkpoint; else None.
     """
 
     run: str

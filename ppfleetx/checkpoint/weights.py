@@ -35,19 +35,20 @@ def vocab_dims() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, read lazily from any format, and the facts that the source states about the
-    model.
+    """The weights of a model, read lazily from a checkpoint of any format, and what that checkpoint says
+    about the model.
 
     Attributes:
         place: where the weights come from, for messages.
         tensors: the weights by ppfleetx's parameter names, in any order, with or without vocabulary padding.
-        model, generation: keys of the `Model` and `Generation` sections, with the values that the source
-            defines.
+        model, generation: keys of the `Model` and `Generation` sections that the checkpoint determines, with
+            their values.
         vocab_size: size of the vocabulary without padding; None if unknown.
         epoch, step: progress of the training; 0 if unknown.
-        source: facts about the source as JSON values, to keep in the checkpoint's state.
+        source: a description of that checkpoint, such as its format, as JSON values. It is stored in the
+            state of a checkpoint that is written from these weights.
         tokenizer_dir: the directory of the tokenizer files; None if there are none.
-        notes: warnings about how the source was read, one sentence each.
+        notes: warnings about how the checkpoint was read, one sentence each.
     """
 
     place: str
@@ -97,9 +98,9 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the tensors of ``weights`` in the order of the parameters of ``model``, with their vocabulary
-    padding made to match (new padding is 0). Raises CheckpointError if a tensor is missing or unknown, or if
-    its shape differs in more than the padding."""
+    """Return the tensors of ``weights`` in the order of the parameters of ``model``. Their vocabulary padding
+    is cut, or extended with 0, to the size in ``model``. Raises CheckpointError if a tensor is missing or
+    unknown, or if its shape differs in more than the padding."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -134,8 +135,8 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
 
 @contextmanager
 def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
-    """Context manager that shows a progress bar. It yields copies of the tensors that advance the bar when
-    they are read."""
+    """Context manager that shows a progress bar. It yields the tensors, wrapped so that the bar advances
+    when one is read."""
     total = sum(tensor.num_bytes for tensor in tensors.values())
     with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
         yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}

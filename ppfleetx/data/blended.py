@@ -65,8 +65,9 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Choose the corpus of each of ``num_blocks * _BLOCK_STEPS`` samples of a blend, starting with sample
-    ``first``. ``taken[c]`` is the number of earlier samples from corpus c."""
+    """Return the corpus of each sample in ``num_blocks`` consecutive blocks of a blend (`_choose_in_blocks`).
+    The first block begins with sample ``first``. ``taken[c]`` is the number of earlier samples from corpus c.
+    """
     # Each choice depends on the counts before it, but a small error in them affects only a few choices. So
     # all blocks start from estimated counts, and are computed again until each starts from the exact ones.
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
@@ -103,7 +104,8 @@ def _choose_in_blocks(
         steps: the first sample of each block.
         taken: the number of samples taken from each corpus before each block, [blocks, corpora].
 
-    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``, updated in place.
+    Returns the chosen corpora [_BLOCK_STEPS, blocks], and ``taken``, to which the samples of each block have
+    been added in place.
     """
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
@@ -126,8 +128,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Return the total number of samples in a weighted blend, and the number to prepare from each corpus. The
-    total is ``num_samples`` or, due to rounding, slightly more."""
+    """Return the number of samples in a weighted blend, and the number of samples to prepare from each
+    corpus. The first number is ``num_samples`` or, due to rounding, slightly more."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
@@ -137,7 +139,7 @@ class BlendOrder:
     """The order in which a blend takes samples from its corpora.
 
     Attributes:
-        decisive: all values that determine the order, for fingerprints.
+        decisive: everything that determines the order. Fingerprints are computed from it.
         shares: the weight of each corpus, for messages.
         dataset_index: the corpus of each sample, int16 [samples].
         dataset_sample_index: the number of each sample within its corpus, int64 [samples].

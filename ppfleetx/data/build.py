@@ -47,8 +47,8 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Return the number of samples that a run needs from its corpora: for all training steps if ``mode`` is
-    Train, for one evaluation if ``mode`` is Eval or Test. The corpora can have fewer samples."""
+    """Return the number of samples that a run needs from its corpora. For Train, this is the number for all
+    training steps; for Eval and Test, the number for one evaluation. The corpora can have fewer samples."""
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
     engine = cfg.Engine
@@ -63,10 +63,12 @@ def build_dataloader(
     data_rank: int = 0,
     data_size: int = 1,
 ) -> DataLoader:
-    """Build the data loader of ``Data.<mode>`` for one data rank. The training loader never ends: after the
-    last sample, it starts again. Every evaluation reads the same batches: a whole finetuning dataset, or the
-    configured number of samples from corpora. If the last batch of an evaluation is incomplete, it is dropped
-    (corpora with ``drop_last``) or filled with padding samples, whose loss mask is 0.
+    """Build the data loader of ``Data.<mode>`` for one data rank.
+
+    The training loader never ends: after the last sample, it starts again. An evaluation loader yields the
+    same batches in every evaluation. It reads a finetuning dataset whole, and at most the configured number
+    of samples from corpora. Padding samples, whose loss mask is 0, fill an incomplete last batch. Corpora
+    with ``drop_last`` drop this batch instead.
 
     Raises the errors of `build_dataset`. Also raises ConfigError if the global batch is not divisible by
     micro batch size x data ranks, and DataError if the evaluation data have no full batch.
@@ -103,8 +105,8 @@ def build_dataloader(
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
     """Build the dataset that ``Data.<mode>.dataset`` describes. Raises ConfigError if the section is missing,
-    or if its dataset is unknown or needs a tokenizer that is not configured. Raises DataError if the data
-    cannot be used, for example because a file is missing, damaged or too small."""
+    if its dataset is unknown, or if the dataset needs a tokenizer and none is configured. Raises DataError if
+    the data cannot be used, for example because a file is missing, damaged or too small."""
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
@@ -208,8 +210,9 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """Return the ``parts`` to blend, with weights that sum to 1. Parts of weight 0 are left out. If no
-    weights are configured, parts too short for one sample are also left out, unless all are too short."""
+    """Return those of ``parts`` that are blended, with weights that sum to 1. Parts of weight 0 are left out.
+    If no weights are configured, parts too short for one sample are also left out, unless all are too short.
+    """
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

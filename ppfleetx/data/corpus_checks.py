@@ -42,8 +42,8 @@ def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
 
 
 def _corpora(cfg: RunConfig, modes: Iterable[str]) -> Iterator[tuple[DatasetConfig, str]]:
-    """Yield (dataset section, entry of ``input_dir``) for each tokenized corpus or directory of corpora that
-    the data sections ``modes`` name."""
+    """Yield (dataset section, path) for each entry of ``input_dir`` in the data sections ``modes``, such as
+    Train. An entry is a tokenized corpus or a directory of corpora."""
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:
             yield from ((section.dataset, entry) for entry in section.dataset.inputs)

@@ -30,7 +30,7 @@ class GlobalBatchSampler:
         size_at: returns the batch size of the next step, given the number of consumed samples. None: the size
             is constant.
         tail: what happens at the end of the dataset. ``"wrap"``: the first sample follows the last.
-            ``"drop"``: leave out the last incomplete batch. ``"pad"``: fill it with the index `PADDING`.
+            ``"drop"``: an incomplete last batch is left out. ``"pad"``: the index `PADDING` fills this batch.
         shuffle_seed: seed of a new permutation for every pass over the dataset. None: the dataset's own
             order.
 
@@ -172,9 +172,10 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Remove padding from the end of one data rank's micro batches of a step. All are cut to the length of
-    the longest sample in them, rounded up to a multiple of ``multiple``. The array ``lengths`` of a micro
-    batch has the lengths of its samples without padding. Data ranks can end up with different lengths."""
+    """Cut the padding at the end of one data rank's micro batches of a step. All micro batches get the same
+    length: that of the longest sample in any of them, rounded up to a multiple of ``multiple``. The array
+    ``lengths`` of a micro batch has the lengths of its samples without padding. Data ranks can end up with
+    different lengths."""
     # A pipeline requires the same length for all micro batches of a step.
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     return shortened(micro_batches, -(-longest // multiple) * multiple)

@@ -88,8 +88,8 @@ class GPTDataset:
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: minimum length of the dataset. If the epochs that ``num_samples`` needs have fewer samples,
-            epochs are added.
+        at_least: minimum length of the dataset, for which it has more epochs if necessary. Ignored if
+            ``num_samples`` is None.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """
@@ -163,8 +163,8 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the pieces of sequences that make up sample ``index``, as (sequence, start, end): each is
-        tokens ``[start, end)`` of one sequence."""
+        """Return which tokens make up sample ``index``, as a list of (sequence, start, end). Each item stands
+        for tokens ``[start, end)`` of one sequence."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()

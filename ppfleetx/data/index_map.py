@@ -76,8 +76,8 @@ def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
     """Compute how many epochs are needed for ``num_samples`` samples (None: one epoch), and whether the last
-    epoch is shuffled separately. If these epochs have fewer than ``at_least`` samples, plan for ``at_least``
-    samples instead."""
+    epoch is shuffled separately. If the epochs for ``num_samples`` have fewer than ``at_least`` samples, the
+    plan is for ``at_least`` samples instead. ``at_least`` is ignored if ``num_samples`` is None."""
     assert tokens_per_epoch > 0
     assert sequence_length > 0
     if num_samples is None:
@@ -192,11 +192,12 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """Return the arrays ``names``, memory-mapped from the files of ``key`` in the cache ``directory``. If the
-    files are missing or damaged, call ``build`` and write its arrays to the cache first. If the cache cannot
-    be written, log a warning and return the arrays in memory.
+    """Return the arrays ``names`` from the cache in ``directory``, memory-mapped. If their files are missing
+    or damaged, the arrays are first made by ``build`` and written to the cache. If the cache cannot be
+    written, logs a warning and returns the arrays in memory.
 
     Args:
+        key: the beginning of the names of the files.
         num_bytes: the memory that ``build`` takes. Raises DataError if less is free.
     """
     stored = _load(directory, key, names)

@@ -288,7 +288,7 @@ class IndexedDatasetWriter:
 
     def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
         """Append all documents of the corpus ``other``, which must have the same dtype. ``blocks`` is the
-        content of its ``.bin`` file, in parts."""
+        content of its ``.bin`` file, in blocks of any size."""
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
         for first in range(0, len(other), _CHUNK):

@@ -170,7 +170,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _BoundedCode(CodeGenerator):
-    """Jinja code generator that computes ``a ~ b`` as ``environment.join((a, b))``, which limits the size."""
+    """Jinja code generator that compiles ``a ~ b`` to ``environment.join((a, b))``. This method limits the
+    size of the result."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
         self.write("environment.join((")
@@ -318,8 +319,9 @@ class ChatTemplate:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a copy of a message for a template, without values that are None, and with the assistant's
-    reasoning under the names ``thinking`` and ``reasoning_content``."""
+    """Return a copy of ``message`` to pass to a template. Values that are None are left out. The assistant's
+    reasoning is given under the names ``thinking`` and ``reasoning_content``. Raises ChatError if ``message``
+    is not an object with a role."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -346,10 +348,10 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """Return the chat template that a user's option selects. The option's value ``given`` is the name of one
-    of the tokenizer's templates or the path of a file. None selects the tokenizer's default template or, if
-    the tokenizer has no templates, the plain one. ``key`` is the name of the option, for messages. Raises
-    UserError if there is no such template or it cannot be used."""
+    """Return the chat template that a user's option selects. ``given`` is the value of the option: the name
+    of one of the tokenizer's templates, or the path of a template file. If it is None, the result is the
+    default template, or the plain one if the tokenizer has no templates. ``key`` is the name of the option,
+    for messages. Raises UserError if the template does not exist or cannot be used."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -417,9 +419,10 @@ class _Turns:
         return found
 
     def _span_by_difference(self, number: int) -> Span | None:
-        """Find the span of the message with index ``number`` from two renderings of the conversation up to
-        this message: one with the message, and one with a generation prompt in its place. Returns None if the
-        whole text does not begin with both renderings, or if the message is the first."""
+        """Return the span of the message with index ``number``, found with two renderings. The span
+        begins at the end of the first, which has the earlier messages and a generation prompt. It ends at the
+        end of the second, which has all messages up to this one. Returns None if the text of the whole
+        conversation does not begin with both renderings, or if ``number`` is 0."""
         if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -463,9 +466,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` where the generation prompt (the text that the template writes before
-        an answer) ends. If ``text`` has only the beginning of this prompt, returns where the beginning ends.
-        If ``text`` has no part of the prompt, returns 0."""
+        """Return the offset in ``text`` at which the generation prompt ends, the text that the template
+        writes before an answer. If ``text`` contains only the beginning of this prompt, returns the end of
+        the beginning. If ``text`` contains no part of it, returns 0."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -289,8 +289,8 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return the output corpus, as a path without suffix, for each of ``keys`` (fields of the JSON
-    documents). Paths are named as in Megatron-LM: ``{output_prefix}_{key}_document``."""
+    """Return {key: path of the output corpus, without suffix} for ``keys``, the fields of the JSON documents.
+    Paths are named as in Megatron-LM: ``{output_prefix}_{key}_document``."""
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 
 
@@ -311,10 +311,11 @@ def preprocess(
     ``keys``, the fields of the JSON documents. With plain text, ``keys`` must have exactly one entry, used
     for the output's name.
 
-    Documents that are empty, damaged, without a string for one of ``keys``, or longer than
-    ``max_document_bytes`` are skipped and reported; with ``strict``, they are errors. This size limit does
-    not apply to an uncompressed file that is one document. A run that fails while encoding leaves no new
-    files. Raises DataError for bad input, an existing output, no documents, or a worker that died.
+    A document is skipped and reported if it is empty or damaged, has no string for one of ``keys``, or is
+    longer than ``max_document_bytes``. With ``strict``, such a document is an error. The size limit does not
+    apply to an uncompressed file that is one document. If encoding fails, no new files are left. Raises
+    DataError if the input is bad or has no documents, if an output exists and ``overwrite`` is False, or if a
+    worker dies.
     """
     outputs = output_prefixes(output_prefix, keys)
     _check_keys(sources, keys)

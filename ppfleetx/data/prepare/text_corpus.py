@@ -54,8 +54,9 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """Regroup ``blocks``, the data of a file in pieces of any size, into pieces that contain whole documents.
-    Yields None in place of a document longer than ``max_bytes``."""
+    """Yield the data of a file in blocks that contain only whole documents. ``blocks`` is the data in blocks
+    of any size, and ``kind`` says what a document is (`Source`). Yields None in place of a document longer
+    than ``max_bytes``."""
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
     num_pending = 0
@@ -87,8 +88,8 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split ``piece``, a sequence of whole documents, into parts of at most ``max_bytes``, which are also
-    whole documents. Yields None in place of a document longer than ``max_bytes``."""
+    """Split ``piece``, the bytes of several documents, between documents into blocks of at most
+    ``max_bytes``. Yields None in place of a document longer than ``max_bytes``."""
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -128,8 +129,8 @@ class Chunk:
 
     Attributes:
         paths: the files that contain the documents.
-        data: the text of the documents. None if the worker reads ``paths`` itself, or if the chunk stands for
-            a single document that is too long and is skipped.
+        data: the text of the documents. None if the worker reads ``paths`` itself. Also None if the chunk
+            is a single document that is too long and is skipped.
         num_disk_bytes: size of the chunk in the file on disk, for the progress bar.
     """
 

@@ -27,7 +27,7 @@ def _literal(*pairs: tuple[str, str]) -> list[_Rule]:
 
 
 def _inside(opening: str, closing: str) -> _Rule:
-    """Make a rule that removes the spaces just inside a pair of brackets or quotes: ``( a )`` becomes
+    """Return a function that removes the spaces just inside a pair of brackets or quotes: ``( a )`` becomes
     ``(a)``."""
 
     def apply(text: str) -> str:
@@ -135,8 +135,8 @@ class SlidingWindows:
 
 class LastWords:
     """The windows of a cloze evaluation, one per line of the file, the longest first. A window scores the
-    last word of its line or, without ``cloze_strict``, the last token. ``order[i]`` is the index of the line
-    of window i, not counting blank lines."""
+    last word of its line or, without ``cloze_strict``, the last token. Window i is from line ``order[i]`` of
+    the file, where lines are numbered from 0, without blank lines."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
         # Sorting gives the windows of a batch similar lengths, and so little padding.
@@ -241,8 +241,9 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """Make the window for ``text``. The window scores the last word or, without ``cloze_strict``, the last
-    token. If ``text`` is too long, its beginning is cut off."""
+    """Return the window for ``text``, one text of a cloze file. The window scores the last word or, without
+    ``cloze_strict``, the last token. If ``text`` is too long, its beginning is cut off. Raises DataError if
+    ``text`` has fewer than two words, or if the last word is longer than a window."""
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

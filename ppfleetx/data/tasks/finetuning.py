@@ -266,7 +266,7 @@ class PromptResponseDataset(RecordDataset):
     A sample is ``prompt response <|endoftext|>``, after the tokenizer's own prefix (BOS or nothing). The loss
     includes ``<|endoftext|>``. If the sample is too long, the beginning of the prompt is removed and, if that
     is not enough, the end of the response. Raises DataError, with file and line, if the file is missing, or
-    if a record does not have the two strings.
+    if a record has no string for the prompt or the response.
     """
 
     @os_errors(DataError)

@@ -33,8 +33,8 @@ class GlueTask:
         headerless: column numbers by column header, for files without a header line.
         has_bad_rows: whether files of the task have rows with a wrong number of fields. Such rows are skipped
             when labels are read.
-        original: file names in the task's original data set, by part (train, dev, test). Such a file is read
-            if there is no ``{part}.tsv``.
+        original: file names in the data set that GLUE took the task from, by part (train, dev, test). They
+            are read if there is no ``{part}.tsv``.
     """
 
     name: str
@@ -109,8 +109,8 @@ _HIGHEST_SCORE = 5.0
 @dataclass(frozen=True)
 class GlueExamples:
     """The examples in one file of a GLUE task. ``texts`` has one or two sentences for each example.
-    ``labels`` has a class number for each, or a score if the task is a regression; None if labels were not
-    read. ``digest`` is a hash of the file."""
+    ``labels`` has a class number for each example, or a score if the task is a regression. It is None if
+    labels were not read. ``digest`` is a hash of the file."""
 
     path: Path
     texts: list[tuple[str, ...]]

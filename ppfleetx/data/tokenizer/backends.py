@@ -19,9 +19,10 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Return tiktoken's ranks of all tokens that the merges produce. A token's rank is the index of the merge
-    that produces it. Tokens are in the order of the merges. Returns None if ranks cannot express the merges.
-    """
+    """Return the tokens that ``merges`` produce, in the order of the merges, with their ranks for tiktoken. A
+    token's rank is the index of the merge that produces it. A token is left out if the merges do not produce
+    it when they are applied to its own bytes. Returns None if a merge is listed before the merge that
+    produces one of its halves, because tiktoken cannot reproduce that."""
     # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them whenever
     # the bytes of x + y are a token. Both give the same ids if each token, encoded alone by the merges, stays
     # one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No merge has crossed
@@ -56,8 +57,16 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Whether the merges before ``own_rank``, applied to the bytes ``left + right``, make a token across the
-    boundary between ``left`` and ``right``."""
+    """Return whether earlier merges keep ``left`` and ``right`` from being merged. They do if they make a
+    token across the boundary between ``left`` and ``right`` when they are applied to the bytes
+    ``left + right``.
+
+    Args:
+        own_rank: the rank of the merge of ``left`` and ``right``.
+        rank: the ranks of the tokens that earlier merges make.
+        halves: for each of these tokens, the two tokens that it is made from.
+        pair_rank: the rank of each earlier merge, by the two tokens that it joins.
+    """
     # Undo merges, the latest first. `left` and `right` are then the tokens at the boundary, and `left_end`
     # and `right_end` are the ranks of the merges that consumed them. Merges of equal rank apply from left to
     # right. So at equal rank, a merge that consumes the left token comes before the crossing merge, and a
@@ -172,9 +181,8 @@ class TokenizersEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode ``text``, and mark the tokens of parts of it. The parts are ``spans``, ranges
-        ``[start, end)`` of characters. Returns the ids, int64 [n], and a mask, bool [n], which says whether
-        each token has characters in a span."""
+        """Encode ``text``, and mark the tokens in ``spans``, ranges ``[start, end)`` of characters. Returns
+        the ids, int64 [n], and a mask, bool [n], that is True for tokens with characters in a span."""
         text.encode("utf-8")
         with _library_errors(f"{self._place} cannot encode a text"):
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
@@ -303,8 +311,9 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Return the regular expression by which the entry ``pre_tokenizer`` of a ``tokenizer.json`` splits text,
-    and whether a space is added before the text. Raises Unsupported if tiktoken cannot do the same."""
+    """Return the regular expression by which a pre-tokenizer splits text, and whether it adds a space before
+    the text. ``described`` is the entry ``pre_tokenizer`` of a ``tokenizer.json``. Raises Unsupported if
+    tiktoken cannot do the same."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers")
@@ -325,9 +334,9 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
 
 
 def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
-    """Return tiktoken's rank of each token, and the id of each rank (None if ids and ranks are equal).
-    ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported if the vocabulary lacks a
-    byte, or if ranks cannot express the merges."""
+    """Return tiktoken's rank of each token, and an array with the id of each rank. The array is None if the
+    ranks are the ids. ``model`` is the ``model`` entry of a ``tokenizer.json``. Raises Unsupported if the
+    vocabulary lacks a byte, or if ranks cannot express the merges."""
     vocab: dict[str, int] = model["vocab"]
     id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
     id_of.pop(None, None)
@@ -350,9 +359,9 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens in ``id_of`` that have two or more bytes and that no merge produces. The tokens that
-    merges produce are in ``live``, the result of `live_ranks`. Raises Unsupported if tiktoken would make such
-    a token by joining two others."""
+    """Return the tokens in ``id_of`` that no merge produces and that are not single bytes. ``live`` has the
+    tokens that merges produce (`live_ranks`). Raises Unsupported if tiktoken would make one of the returned
+    tokens by joining two others."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

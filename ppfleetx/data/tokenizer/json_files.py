@@ -29,9 +29,8 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 
 
 def _byte_characters() -> list[str]:
-    """Return the printable character by which GPT-2's files represent each byte: the character with this code
-    if it is printable, else the next unused character from U+0100 on.
-    """
+    """Return the printable character by which GPT-2's files represent each byte. This is the character whose
+    code is the byte, if it is printable, else the next unused character from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0x100
     for byte in range(256):
@@ -107,7 +106,7 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
     """Return a tokenizer's files with all its chat templates moved into the entry ``chat_template`` of
     ``tokenizer_config.json``. The templates come from the folder ``additional_chat_templates/`` in
-    ``directory``, and from ``chat_template.jinja`` in ``texts``. The latter gets the name ``default``.
+    ``directory``, and from ``chat_template.jinja`` in ``texts``, whose template gets the name ``default``.
 
     Args:
         texts: the contents of a tokenizer's files, by file name.

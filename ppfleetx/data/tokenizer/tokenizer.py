@@ -39,7 +39,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ByteStreamDecoder:
-    """Decodes the ids of a byte-level tokenizer one by one. ``table`` has the bytes of each id; ids in
+    """Decodes the ids of a byte-level tokenizer one by one. ``table[i]`` is the bytes of id i. Ids in
     ``skipped`` produce no text."""
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
@@ -273,10 +273,10 @@ class Tokenizer:
         return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode ``text``, and mark the tokens of parts of it, such as the assistant's turns of a chat. The
-        parts are ``spans``, ranges ``[start, end)`` of characters. Special tokens in the text become their
-        ids, as in `encode_prompt`, but no token is added around the text. Returns the ids, int64 [n], and a
-        mask, bool [n], which says whether each token has characters in a span."""
+        """Encode ``text``, and mark the tokens in ``spans``, such as the assistant's turns of a chat. A span
+        is a range ``[start, end)`` of characters. Special tokens in the text become their ids, as in
+        `encode_prompt`, but no token is added around the text. Returns the ids, int64 [n], and a mask, bool
+        [n], that is True for tokens with characters in a span."""
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
 

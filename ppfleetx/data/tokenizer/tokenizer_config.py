@@ -48,8 +48,8 @@ class SideFiles:
         return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
-        """Return the special tokens that have a role in transformers, by role, such as ``bos_token``.
-        ``defaults`` has the tokens for roles that the files do not set, as strings."""
+        """Return the special tokens that have a role in transformers, as {role: token}. A role is, for
+        example, ``bos_token``. ``defaults`` has tokens, as strings, for roles that the files do not set."""
         config = self.read(CONFIG)
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
         # special_tokens_map.json takes precedence over tokenizer_config.json.
@@ -98,9 +98,8 @@ class SideFiles:
         return {one["name"]: one["template"] for one in listed}
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
-        """Return a copy of ``files`` in which ``eos`` is the end-of-text token (None: no change). Changes
-        ``tokenizer_config.json``, and ``special_tokens_map.json`` if it names an end-of-text token.
-        """
+        """Return a copy of ``files`` in which ``eos`` is the end-of-text token (None: no change). The token
+        is set in ``tokenizer_config.json``, and in ``special_tokens_map.json`` if that file has one."""
         texts = dict(files.side_texts)
         for name in (CONFIG, SPECIAL_TOKENS):
             content = self.read(name)
@@ -135,10 +134,10 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return the special tokens that have no role such as ``bos_token``, in two lists. The second list
-        has the tokens under ``additional_special_tokens``, a legacy key of ``special_tokens_map.json``. The
-        first list has all others. If any other key lists tokens without a role, transformers ignores the
-        legacy key, and the second list is empty."""
+        """Return two lists of special tokens that have no role such as ``bos_token``. The second list has the
+        tokens under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, and the
+        first list has all others. transformers ignores the legacy key if another key has a list of such
+        tokens. The second list is then empty."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -183,7 +182,8 @@ class TransformersTokenizer:
         definition: the content of a ``tokenizer.json``, completed from the other files.
         bos_token, eos_token: BOS and EOS as strings; None if no file names them.
         before, after: the ids that are added before and after the encoded text.
-        named: the special tokens that have a role, as strings, by role, such as ``bos_token``.
+        named: the special tokens that have a role in transformers, as {role: token string}. A role is, for
+            example, ``bos_token``.
     """
 
     definition: dict[str, Any]
@@ -195,9 +195,10 @@ class TransformersTokenizer:
 
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
-    """Complete a tokenizer from the files beside it, as transformers does. ``definition`` is the content of
-    its ``tokenizer.json`` and is not modified. ``is_file`` is False if there is no such file and
-    ``definition`` was made from ``vocab.json`` and ``merges.txt``. Raises DataError if a file is damaged."""
+    """Return a tokenizer as transformers loads it from ``definition`` and from the files beside it, ``side``.
+    ``definition`` is the content of ``tokenizer.json`` and is not modified. ``is_file`` is False if there is
+    no such file and ``definition`` was made from ``vocab.json`` and ``merges.txt``. Raises DataError if a
+    file is damaged."""
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
     named = side.named_tokens(_LLAMA_NAMED if is_llama else {})
@@ -228,8 +229,8 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """Add ``tokens`` to ``table``, a dictionary from the text of each added token to its entry. A token that
-    is in ``table`` or ``vocab`` keeps its id, and others get the next free one."""
+    """Add ``tokens`` to ``table``, which has the added tokens by their strings. A token that is already in
+    ``table`` or ``vocab`` keeps its id. Others get the next free id."""
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
