@@ -1,4 +1,4 @@
-"""The options for choosing tokens, and the logit processors that apply them (:data:`PROCESSORS`).
+"""The options for choosing tokens, and the logit processors (:data:`PROCESSORS`).
 
 To add an option, add a key to :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field to
 :class:`SamplingParams` and an entry to :data:`PROCESSORS`. The command line, the Python API and the server

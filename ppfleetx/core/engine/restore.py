@@ -241,8 +241,8 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
     """Find and open the checkpoint from which a run starts. With ``resume``, this is the newest one in
-    ``output_dir``. If there is none, it is ``ckpt_dir`` or, if that is not set, ``init_from``. If
-    ``output_dir`` is None, only ``ckpt_dir`` is considered. All ranks must call this.
+    ``output_dir``. Without ``resume``, or if it finds none, this is ``ckpt_dir`` or, if that is not set,
+    ``init_from``. If ``output_dir`` is None, only ``ckpt_dir`` is considered. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks, if the requested checkpoint is missing, incomplete or damaged.
