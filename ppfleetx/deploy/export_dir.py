@@ -205,7 +205,7 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError if an option of the ``Generation`` section does not work with exported programs.
-    ``places`` has the file and line of each key, for error messages."""
+    ``places`` maps each key to the file and line that set it, for error messages."""
     unread = sorted({*TokenOptions.model_fields, "logprobs"} - {*_PROGRAM_READS})
     rules = {
         "decode_strategy": "decodes by greedy_search or sampling",
@@ -227,8 +227,8 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError if the ``Generation`` section samples from the whole vocabulary, without top-k. With
-    oneDNN, Paddle 3.3.1 fails to run such a program."""
+    """Raise ConfigError if the ``Generation`` section samples from the whole vocabulary, without top-k.
+    Paddle 3.3.1 cannot do this with oneDNN."""
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
             f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "

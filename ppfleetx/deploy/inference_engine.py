@@ -127,8 +127,9 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _cut_row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """Return the generated sequence ``ids``, cut after its end token, stop string or length limit.
-        Later tokens are meaningless."""
+        """Return the generated token ids ``ids`` as a :class:`Row`, truncated after the first end token or
+        stop string, or to ``limit`` tokens. The program's output after that is meaningless. ``text`` decodes
+        the tokens and detects stop strings."""
         row = Row(limit)
         for token_id in ids:
             is_stopped = text.feed(token_id)

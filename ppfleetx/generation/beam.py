@@ -57,8 +57,8 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """Return the ``num_results`` best continuations of every prompt of ``session``: those of the first
-    prompt, best first, then those of the second, and so on. ``rules`` are applied to log-probabilities, not
+    """Return the ``num_results`` best continuations of each prompt of ``session`` in one list: the first
+    prompt's, best first, then the second prompt's, and so on. ``rules`` are applied to log-probabilities, not
     to logits. ``max_new_tokens`` has one limit per prompt, at least 1. ``num_results`` is at most
     ``options.num_beams``."""
     assert 1 <= num_results <= options.num_beams
@@ -98,7 +98,8 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all unfinished groups of beams by one token, and return the move of each group.
+    """Advance all unfinished groups of beams by one token. Returns, for each group, the indices of the beams
+    to extend and the new token of each.
 
     Args:
         log_probs: ``[groups * N, V]`` log-probabilities of each beam's next token; a group has N beams.
@@ -134,8 +135,8 @@ def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[list[tuple[float, int, int]]]:
-    """Return the candidates with the highest scores in each group, best first, as (score, beam, token).
-    ``scores [groups * N, V]`` has the score of each next token, to which the score of its beam is added."""
+    """Return the best candidates of each group, best first, as (total score, beam, token). The total score is
+    the token's score in ``scores [groups * N, V]`` plus the score of its beam."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))

@@ -38,8 +38,8 @@ class JoinableCache(GrowingCache):
             self.length -= columns
 
     def fill(self, layers: Layers, columns: int, rows: int) -> None:
-        """Fill an empty cache with ``rows`` identical rows. Each is a copy of the first ``columns`` positions
-        of one sequence, whose keys and values are ``layers``."""
+        """Fill an empty cache with ``rows`` copies of one sequence's prefix. The prefix is the first
+        ``columns`` positions of ``layers``, the keys and values of the sequence."""
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
@@ -83,8 +83,8 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """Return the first ``length`` positions of the keys or values ``tensor`` [rows, key/value heads,
-    positions, head size], padded on the left with zeros to ``columns`` positions."""
+    """Cut the keys or values ``tensor`` to the first ``length`` positions, and pad them on the left with
+    zeros to ``columns`` positions. ``tensor`` is [rows, key/value heads, positions, head size]."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -180,8 +180,8 @@ class ContinuousBatch:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only the rows with the indices ``rows``, in this order. Positions at the start of the cache
-        that no remaining row uses are freed. A removed row is stored in the prefix cache if
-        :meth:`PrefixStore.wants` says so."""
+        that no remaining row uses are freed. Removed rows go to the prefix cache if they are worth storing
+        (:meth:`PrefixStore.wants`)."""
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
             self._remember(self.history[row], self._cache, row, self._visible[row], self._is_long[row])
@@ -226,8 +226,8 @@ class ContinuousBatch:
         )
 
     def _recompute_switched(self, lengths: np.ndarray) -> None:
-        """Recompute the cached keys and values of rows that have crossed LongRoPE's ``switch_length``,
-        because the keys have the rotary angles of the old length. ``lengths [b]`` are the new lengths."""
+        """Recompute the cached keys and values of rows whose length has crossed LongRoPE's ``switch_length``.
+        Their cached keys have the rotary angles of the old length. ``lengths [b]`` are the new lengths."""
         is_long = self._are_long(lengths)
         turned = (is_long != self._is_long) & self._visible.any(axis=1)
         self._is_long = is_long
@@ -298,10 +298,10 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the rest of sequences whose shared prefix is in ``cache``, and add their keys and values to
-        ``cache``. ``rows[i]`` are the tokens of sequence i after the prefix. ``lengths [b]`` are the
-        sequence lengths, prefix included, which determine LongRoPE's rotary angles. Returns the next-token
-        logits ``[b, V]``, and a bool mask ``[b, positions]`` that is False at padding."""
+        """Run the model on the tokens ``rows`` that are not in ``cache`` yet, and add their keys and values
+        to ``cache``. ``lengths [b]`` are the lengths of the whole sequences, which determine LongRoPE's
+        rotary angles. Returns the next-token logits ``[b, V]``, and a bool mask ``[b, positions]`` that is
+        False at padding."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

@@ -45,7 +45,7 @@ class Rules:
 
     def can_change_logits(self, num_new: int, limit: int) -> bool:
         """Return whether these rules can change the logits for the next token of a sequence. ``num_new`` is
-        the number of new tokens that the sequence has so far, and ``limit`` the most that it can get."""
+        the number of new tokens that the sequence has so far, and ``limit`` is their maximum number."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)

@@ -93,8 +93,8 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def scatter_by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """Arrange the ``probabilities [b, m]`` of the candidate tokens ``ids [b, m]`` by token id, as
-    ``[b, vocab_size]``. All other tokens get 0."""
+    """Return the probabilities of the whole vocabulary in the order of token ids, ``[b, vocab_size]``. The
+    candidate tokens ``ids [b, m]`` get ``probabilities [b, m]``, and all other tokens get 0."""
     # If tokens stayed sorted by probability, rounding could swap two almost equally likely tokens.
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)

@@ -104,9 +104,13 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _chunks(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split ``tokens`` into chunks, one for each forward pass. Yields the index of the chunk's first token,
-    the number s of tokens in the chunk, and the model's inputs: tokens and positions, int64 [1, s], a mask
-    that hides no position, and the key/value cache, which is the same for all chunks."""
+    """Split ``tokens`` into chunks, and yield the inputs of the forward pass on each chunk.
+
+    Yields:
+        The index of the chunk's first token; the number s of tokens in the chunk; the token ids and the
+        positions, int64 [1, s] each; an attention mask that hides nothing; and the key/value cache, which all
+        chunks share.
+    """
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

@@ -1,4 +1,4 @@
-"""The options for choosing tokens, and the table of logit processors (:data:`PROCESSORS`).
+"""The options for choosing tokens, and the logit processors (:data:`PROCESSORS`).
 
 To add an option, add a key to :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field to
 :class:`SamplingParams` and an entry to :data:`PROCESSORS`. The command line, the Python API and the server
@@ -84,8 +84,8 @@ class Grammar:
 
 
 def _reason(error: str) -> str:
-    """Shorten an error message of llguidance to its first line and the lines that begin with ``error:``.
-    Lines that show the place in the grammar are left out."""
+    """Return the first line of an llguidance error message and its lines that begin with ``error:``, joined.
+    The excerpt of the grammar in between is left out."""
     first, *more = error.splitlines()
     return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])
 
@@ -237,11 +237,10 @@ def process_logits(
     rows: Sequence[RowTokens],
     forbidden: tuple[int, ...] = (),
 ) -> paddle.Tensor:
-    """Apply to ``logits [b, V]`` the logit processors that ``options`` ask for, in the order of
+    """Apply the logit processors that ``options`` enable to ``logits [b, V]``, in the order of
     :data:`PROCESSORS`. Then forbid the tokens ``forbidden``, such as end tokens before the minimum length.
     With structured output, a processor that would forbid all remaining tokens of a row does not apply to
-    that row. Beam search passes log-probabilities instead of logits.
-    """
+    that row. Beam search passes log-probabilities instead of logits."""
     given = {name: getattr(options, name) for name in PROCESSORS}
     steps = [(PROCESSORS[name], value) for name, value in given.items() if value != getattr(PLAIN, name)]
     if forbidden:

@@ -51,9 +51,10 @@ class ProposedRows:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
 
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Return up to ``counts[i]`` draft tokens for each sequence ``rows[i]``. No sequence exceeds the
-        assistant model's ``max_positions`` with its draft tokens. In later calls, ``rows`` must be the same
-        sequences in the same order, extended by their accepted tokens. :meth:`select` removes sequences."""
+        """Return up to ``counts[i]`` draft tokens for each sequence ``rows[i]``. All get fewer if the longest
+        sequence would exceed the assistant model's ``max_positions``. In later calls, ``rows`` must be the
+        same sequences in the same order, extended by their accepted tokens. :meth:`select` removes
+        sequences."""
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)
         if most < 1:
@@ -143,10 +144,15 @@ class _DraftedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """Append the new tokens of a pass to this sequence, which is row ``i`` of the batch, and return
-        them: the accepted draft tokens, then the next token that the model chooses.
-        ``logits [1 + s, b, V]`` has the logits after each row's last token (index 0) and after its k-th
-        draft token (index k). ``likeliest [1 + s, b]`` is the argmax of the logits."""
+        """Append the new tokens of a pass to this sequence, and return them. They are the accepted draft
+        tokens, then the next token that the model chooses.
+
+        Args:
+            logits: ``[1 + s, b, V]``. Index 0 has the logits after each row's last token, and index k those
+                after its k-th draft token.
+            likeliest: the argmax of ``logits``, ``[1 + s, b]``.
+            i: the row of this sequence in the batch.
+        """
         new: list[int] = []
         while True:
             place = len(new)

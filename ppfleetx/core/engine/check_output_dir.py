@@ -133,10 +133,10 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 def base_of(cfg: RunConfig) -> Path | None:
     """Return the path of the checkpoint with the frozen base weights of adapters, which ``Model.lora.base``
-    names. Returns None if the key is not set.
+    names. Returns None if the key is not set. Raises CheckpointError if no checkpoint is found.
 
-    A run that resumes can have its own output directory as ``Model.lora.base``. The newest checkpoint that
-    another run saved there is then preferred. Raises CheckpointError if no checkpoint is found.
+    A resumed run can have its own output directory as ``Model.lora.base``. Its own checkpoints there have
+    adapters, so the newest checkpoint that another run saved there is preferred.
     """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:

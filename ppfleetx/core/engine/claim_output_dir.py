@@ -98,8 +98,8 @@ def claim(cfg: RunConfig, start: Start, will_reach: Callable[[int, int], bool]) 
 
     Writes the configuration and the run's identity, and removes unfinished files of a killed run. With
     ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run. If this run
-    continues the earlier run, deletes that run's checkpoints beyond ``keep_max`` or, if it was killed
-    before its first checkpoint, its metrics files.
+    continues the earlier run, deletes that run's checkpoints beyond ``keep_max``. If the earlier run was
+    killed before its first checkpoint, deletes its metrics files instead.
 
     Args:
         will_reach: a function of (epoch, step) that returns whether this run can save a checkpoint with
@@ -188,8 +188,8 @@ def _refuse_names_in_use(
 
 
 def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the checkpoints that ``leaving`` lists, the files ``latest`` and ``best`` if they name one of
-    them, and the metrics of the run ``earlier``. If ``earlier`` is None, the metrics are kept."""
+    """Delete the checkpoints in ``leaving`` and the metrics of the run ``earlier``. Also delete the files
+    ``latest`` and ``best`` if they name one of these checkpoints. Without ``earlier``, metrics are kept."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):

@@ -96,8 +96,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
     """Return the message for an out-of-memory error: where memory ran out, what the memory is used for, and
-    which settings need less. If ``advice`` is given, the message is only where memory ran out, followed by
-    the advice."""
+    which settings need less. If ``advice`` is given, it is shown instead of the last two."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

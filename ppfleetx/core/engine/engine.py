@@ -61,9 +61,9 @@ class Engine:
         samples_per_epoch: number of samples in one pass over the training split.
         length: number of steps to train, and the intervals of evaluations and checkpoints.
         new_evaluator: creates the evaluator for one evaluation set.
-        go_back: a function that loads the run's last checkpoint after a loss spike. Its arguments are the
-            engine, and the number of samples to skip from the start of the training order. It returns the
-            batches after the skipped samples; None if there is no checkpoint.
+        go_back: a function that loads the run's last checkpoint after a loss spike. It is called with the
+            engine and the number of samples to skip from the start of the training order. It returns the
+            batches that follow, or None if there is no checkpoint.
         pruning: prunes the model while it trains; None for no pruning.
     """
 
@@ -204,9 +204,9 @@ class Engine:
             self._evaluate_and_keep(eval_sets, stop)
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate all sets. With ``Engine.save_load.keep_best``, also save a checkpoint and mark it as the
-        best if the result of the first set is the best so far. A result at step 0, or one that is not
-        finite, never counts as the best."""
+        """Evaluate all sets. With ``Engine.save_load.keep_best``, if the first set's result is the best so
+        far, also save a checkpoint and mark it as the best. A result at step 0, or one that is not finite,
+        never counts as the best."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -254,7 +254,8 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """Read the next training batch. Returns (micro batches, None), or (None, error)."""
+        """Read the next training batch. Returns (micro batches, None), or (None, error) if there is no batch
+        or a callback has failed."""
         if self._callback_error is not None:
             return None, self._callback_error
         micro_batches, error = _next(batches)
@@ -388,8 +389,8 @@ class Engine:
 def _next(
     batches: Iterator[Sequence[MicroBatch]],
 ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-    """Return (the next batch, None), (None, None) at the end, or (None, error) if the batch cannot be read.
-    The error is not raised here, so that all ranks can stop together."""
+    """Read the next batch. Returns (micro batches, None), (None, None) at the end of the data, or (None,
+    error) if the batch cannot be read. The error is not raised here, so that all ranks can stop together."""
     try:
         return next(batches, None), None
     except UserError as error:

@@ -147,8 +147,8 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 
 def _operators(cfg: RunConfig) -> dict[str, str]:
-    """Return the state of the CPU operators on this rank, such as ``compiled``, by name. Only operators
-    that affect losses are listed."""
+    """Return whether the CPU operators are compiled on this rank, for example
+    ``{"CPU operators": "compiled"}``. Only operators that affect losses are listed."""
     found = {"CPU operators": "compiled" if ops.are_available() else NOT_COMPILED}
     precision = cfg.Engine.mix_precision
     if precision.enable or cfg.Optimizer.muon.newton_schulz_dtype == "auto":

@@ -114,9 +114,9 @@ class Start:
                 self.state.data_start, self.state.epoch = self.state.consumed_samples, 0
 
     def _applied_before(self, option: str) -> bool:
-        """Return whether the checkpoint was found by ``resume`` and was saved with the current value of
-        ``option``, which is ``load_optim`` or ``reset_data``. If so, this run has already applied the
-        option at an earlier start."""
+        """Return whether this run has already applied ``option``, which is ``load_optim`` or ``reset_data``,
+        at an earlier start. This is so if the checkpoint was found by ``resume`` and was saved with the
+        current value of the option."""
         saved = self.checkpoint.manifest.config
         if self.found_by != RESUME or not isinstance(saved, Mapping):
             return False
@@ -240,9 +240,9 @@ def _left_out(model: ModelConfig) -> tuple[str, ...]:
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
-    """Find and open the checkpoint from which a run starts: the newest in ``output_dir`` (with ``resume``),
-    ``ckpt_dir`` or ``init_from``, in this order. If ``output_dir`` is None, only ``ckpt_dir`` is
-    considered. All ranks must call this.
+    """Find and open the checkpoint from which a run starts. With ``resume``, this is the newest one in
+    ``output_dir``. Without ``resume``, or if it finds none, this is ``ckpt_dir`` or, if that is not set,
+    ``init_from``. If ``output_dir`` is None, only ``ckpt_dir`` is considered. All ranks must call this.
 
     Raises:
         CheckpointError: on all ranks, if the requested checkpoint is missing, incomplete or damaged.
@@ -279,10 +279,11 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """Return the newest checkpoint of the run in ``output_dir``, or None if training starts from elsewhere.
+    """Return the newest checkpoint of the run in ``output_dir``, or None if the run cannot resume there.
 
-    With ``resume: auto``, damaged checkpoints and those of other runs are skipped; None if none is left.
-    Otherwise the newest checkpoint must be usable. If there is none and ``ckpt_dir`` is set, return None.
+    With ``resume: auto``, damaged checkpoints and those of other runs are skipped. The result is None if no
+    other checkpoint is left. Without ``auto``, the newest checkpoint must be usable. The result is None only
+    if there is no checkpoint and ``ckpt_dir`` is set.
 
     Raises:
         CheckpointError: without ``auto``, the newest checkpoint is damaged or belongs to another run, or
@@ -316,9 +317,9 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
     """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns a
-    copy of ``cfg`` and the :class:`Start`. In the copy, exact paths of checkpoints replace
-    ``Model.lora.base`` and the ``ckpt_dir`` or ``init_from`` from which the run starts. Raises
-    CheckpointError on all ranks if a checkpoint cannot be opened."""
+    copy of ``cfg`` and the :class:`Start`. In the copy, the keys that name these checkpoints have their exact
+    paths: ``Model.lora.base``, and ``ckpt_dir`` or ``init_from``. Raises CheckpointError on all ranks if a
+    checkpoint cannot be opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

@@ -28,8 +28,8 @@ _LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_s
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Raise CheckpointError if the checkpoint was trained with settings under which the same weights
-    compute something else than in ``model``, such as another activation.
+    """Raise CheckpointError if the checkpoint's weights would compute a different function under the settings
+    in ``model`` than in the run that saved them, for example because of another activation.
 
     Args:
         may_stretch: whether rotary settings can differ, as when a new run extends the context length.
@@ -94,8 +94,8 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
 
 
 def optimizer_state_may_differ(checkpoint: Checkpoint, cfg: RunConfig) -> bool:
-    """Return whether ``cfg`` changes settings of the model or the optimizer since the checkpoint, so that
-    the checkpoint's optimizer state might not fit."""
+    """Return whether the checkpoint's optimizer state might not fit, because settings of the model or the
+    optimizer in ``cfg`` differ from those in the checkpoint."""
     effects = (Effect.SHAPE, Effect.OPTIMIZER, Effect.TRAINING)
     changed = changes(checkpoint.manifest.config, cfg, effects)
     return any(change.key.startswith(("Model", "Optimizer")) for change in changed)

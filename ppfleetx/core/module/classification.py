@@ -33,7 +33,8 @@ from ppfleetx.utils.output_files import atomic_write
 
 class GPTFinetuneModule(BasicModule):
     """Classifies a sequence, or predicts a number for it, from the hidden state of its last token. The loss
-    is the cross entropy or the squared error, over the examples with ``loss_mask`` 1."""
+    is the cross entropy for classes, and the squared error for numbers. Only examples with ``loss_mask`` 1
+    count."""
 
     def __init__(self, cfg: RunConfig) -> None:
         super().__init__(cfg)

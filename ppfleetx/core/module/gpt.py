@@ -27,9 +27,9 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """The task of ``Offline_Eval``: scoring a text file. ``loss`` returns the score: the negative
-    log-probability of the scored tokens or, for the cloze test, the number of sequences whose scored tokens
-    are all predicted correctly."""
+    """The task of ``Offline_Eval``: scoring a text file. ``loss`` returns the negative log-probability of the
+    scored tokens. For the cloze test, it returns the number of sequences whose scored tokens are all
+    predicted correctly."""
 
     metrics = ("non_finite",)  # the fraction of tokens whose log-probability is not finite
 

@@ -38,8 +38,8 @@ number."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    r"""Return the text of a token for lists of log-probabilities. An incomplete UTF-8 character becomes text
-    like ``bytes:\xe2\x82``, as in OpenAI's API.
+    r"""Return a token's text for lists of log-probabilities. If the token's bytes are not valid UTF-8, return
+    them as text like ``bytes:\xe2\x82``, as in OpenAI's API.
     """
     value = text_bytes(tokenizer, token)
     try:
@@ -301,7 +301,7 @@ class Answer(ABC):
 
 class EventStream(Response):
     """A streaming HTTP response that sends an answer as server-sent events. An error before the first chunk
-    becomes a normal error response. A later error becomes an event."""
+    is sent as a normal error response. A later error is sent as an event."""
 
     def __init__(self, answer: Answer, answering: RequestEvents, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})

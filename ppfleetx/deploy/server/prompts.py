@@ -80,8 +80,8 @@ class PromptReader:
         return self._encode_text(text, "messages", add=False, parse=True)
 
     def _refuse_special(self, request: ChatPrompt) -> None:
-        """Raise ApiError if a client's messages or tools contain the text of a special token. Such a text
-        could imitate the markup of the chat template."""
+        """Raise ApiError if a client's messages or tools contain the text of a special token, which could
+        imitate the markup of the chat template."""
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():

@@ -57,9 +57,9 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Return the API key from the environment variable that ``Serve.api_key_env`` names. If this is the
-    default variable, it can be unset; the result is then None, and clients need no key. Raises ConfigError
-    if any other variable is not set, or if the key is invalid."""
+    """Return the API key from the environment variable that ``Serve.api_key_env`` names. Returns None, so
+    that clients need no key, if the default variable is not set. Raises ConfigError if any other variable is
+    not set, or if the key is empty or not ASCII."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:
@@ -71,8 +71,9 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """Return a socket that is bound to the server's address and does not listen yet. A port in use is thus
-    noticed before the model is loaded. Raises ConfigError if the address cannot be used."""
+    """Return a socket that is bound to the server's address, but does not listen yet. It is opened before the
+    model is loaded, so that a port in use is reported early. Raises ConfigError if the address cannot be
+    used."""
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -135,8 +135,9 @@ class Scheduler:
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Stop accepting requests. The thread ends when the accepted requests are finished, at the latest
-        after ``seconds``. Requests that are unfinished then fail. Can be called from a signal handler."""
+        """Stop accepting requests. The thread ends when the accepted requests are finished, or after
+        ``seconds`` at the latest. Requests that are not finished by then fail. Can be called from a signal
+        handler."""
         with self._changed:
             closing_at = time.monotonic() + seconds
             self._closing_at = min(closing_at, self._closing_at or closing_at)
@@ -307,8 +308,8 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _admit(self) -> None:
-        """Move the prompts that can join a batch now from the queue to ``_joining``. Their order stays the
-        same, and all of them use the same LoRA adapter or none."""
+        """Move prompts from the front of the queue to ``_joining``, as many as can join a batch now. They all
+        use the same LoRA adapter, or all use none."""
         admitted = self._joining
         longest, num_rows = 0, len(self._rows)
         with self._changed:

@@ -20,8 +20,8 @@ from ppfleetx.generation.text_io import RowText
 
 @dataclass(frozen=True)
 class NewText:
-    """Event: continuation ``index`` of the request has grown by ``num_tokens`` tokens: one, or 0 if the
-    request asked for no tokens. ``text`` is the new text, which may be empty."""
+    """Event: the new text of continuation ``index`` of the request. There is an event for each new token, so
+    ``text`` may be empty. ``num_tokens`` is 1, or 0 if the request asked for no tokens."""
 
     index: int
     text: str
@@ -158,8 +158,8 @@ class RunningSequence:
         return NewText(self._index, text, self._row.finish_reason, score)
 
     def draft(self, most: int) -> int:
-        """Set :attr:`drafts` to at most ``most`` draft tokens, which prompt lookup finds in the sequence's
-        earlier tokens. Returns the number of draft tokens."""
+        """Find up to ``most`` draft tokens by prompt lookup in the sequence's earlier tokens, and store them
+        in :attr:`drafts`. Returns the number of draft tokens."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)

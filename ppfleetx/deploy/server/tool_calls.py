@@ -55,9 +55,9 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """Return the output format that ``choice``, the ``tool_choice`` of a request, demands: a list of calls
-    of ``tools``. Returns None if the model may also answer without a call. ``several`` says whether more
-    than one call is allowed. Raises ValueError if ``choice`` names an unknown tool."""
+    """Return the output format that a request's ``tool_choice`` (``choice``) requires: a JSON list of calls
+    of ``tools``. Returns None for ``"none"`` and ``"auto"``, which require no call. With ``several``,
+    ``"required"`` allows more than one call. Raises ValueError if ``choice`` names an unknown tool."""
     if choice in ("none", "auto"):
         return None
     allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
@@ -82,8 +82,8 @@ def forced_form(
 
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message in which the arguments of its ``tool_calls`` are parsed: clients send JSON
-    text, but chat templates expect objects. Raises ValueError if the calls are malformed."""
+    """Return a chat message with the arguments of its ``tool_calls`` parsed. Clients send arguments as JSON
+    strings, but chat templates expect objects. Raises ValueError if the calls are malformed."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -138,9 +138,9 @@ class AnswerText:
         return len(self._text) - held
 
     def _calls(self) -> tuple[int, list[dict[str, Any]]]:
-        """Parse the tool calls in the whole answer. Returns the index in the text at which the first call
-        begins, and the calls in OpenAI's format. If any call is malformed or calls an unknown tool, the
-        list of calls is empty."""
+        """Parse the tool calls in the whole answer. Returns the index of the first call in the text, and the
+        calls in OpenAI's format. The list of calls is empty if any call is malformed or calls an unknown
+        tool."""
         blocks = [found.group(1) for found in _CALL.finditer(self._text)]
         begin = self._text.index(_OPEN) if blocks else 0
         calls: list[dict[str, Any]] = []

@@ -26,7 +26,7 @@ class LoopCache:
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         """Append the ``key`` and ``value`` of new positions, [sequences, key/value heads, positions, head
         size], to the cache of layer ``layer_index``. Returns the layer's keys and values of all positions,
-        and None, because this cache has no attention mask. Call it once for each layer, in model order."""
+        and None in place of an attention mask. Call it once for each layer, in model order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -107,8 +107,8 @@ class PreallocatedCache:
 
 
 def with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
-    """Return the keys and values of all layers, ``past``, extended by zeros for ``num_columns``
-    positions."""
+    """Return ``past``, the keys and values of all layers, with ``num_columns`` positions of zeros appended to
+    each tensor."""
     rows, groups = past[0].shape[:2]
     # Keys and values may differ in head size, but are the same in all layers.
     rooms = [paddle.zeros([rows, groups, num_columns, one.shape[3]], one.dtype) for one in past[:2]]

@@ -57,9 +57,9 @@ class GroupedMatrix:
 
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-    """Return a tensor [rows, outputs] with ``counts[e]`` copies of the row ``values[e]`` for each expert e.
-    ``values`` is [experts, outputs]. Only the number of rows of ``x`` is used, which must be the sum of
-    ``counts``."""
+    """Return ``values`` with row e repeated ``counts[e]`` times, like ``numpy.repeat``. ``values`` is
+    [experts, outputs], and the result is [rows, outputs]. Of ``x``, only the number of rows is used, which
+    must be the sum of ``counts``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 

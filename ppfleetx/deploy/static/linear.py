@@ -37,8 +37,8 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Add to the program the operations that prepare this matrix. Call it at the beginning of the
-        program, outside of conditionals and loops."""
+        """Add operations to the program that prepare the weights, such as dequantization in a subclass. Call
+        it at the beginning of the program, outside of conditionals and loops."""
 
     def make_panels(self) -> paddle.Tensor:
         return panels_of(self.weight)
@@ -112,8 +112,8 @@ def begin(matrices: Sequence[Matrix]) -> None:
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """Choose the weight layout for the matmuls with ``matrices`` that are added to the program after this
-    call: the original matrices, or groups of columns.
+    """Set the weight layout for later matmuls with ``matrices``: groups of columns, or the original matrices.
+    Matmuls that are already in the program do not change.
 
     Args:
         panels: copies of the matrices in groups of columns, from :meth:`Matrix.make_panels`. If empty, the

@@ -119,8 +119,8 @@ def save_program(
     whole, not sliced over ranks, and cannot be trained afterwards.
 
     Args:
-        use_panels: whether the program may copy weight matrices into a layout that is faster on a CPU. If
-            True, and if our C++ operators are compiled, also export a second program, which uses them.
+        use_panels: whether the program may copy weight matrices into a layout that is faster on a CPU. With
+            True, a second program that uses our C++ operators is also exported, if they are compiled.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -277,9 +277,9 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Run the model on one new token of each sequence, ``token [b]``. ``column [1]`` is the index in
-        the cache at which the keys and values of the tokens are stored. Returns the next logits ``[b, V]``
-        and the new cache."""
+        """Run the model on one new token of each sequence, ``token [b]``. The keys and values of these tokens
+        are stored at index ``column [1]`` of the cache ``past``. Returns the next logits ``[b, V]`` and the
+        new cache."""
         # While other sequences continue, a finished one must not exceed the last position.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
@@ -454,7 +454,6 @@ class GenerationProgram(nn.Layer):
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Return ``top_p``, or 2 if ``top_p`` is at least 1, which means that all tokens are kept. With a limit
-    of 1, tokens could be lost, because the rounded cumulative sum of probabilities can reach 1 too
-    early."""
+    """Return ``top_p``, or 2 if it is at least 1, so that top-p keeps all tokens. A limit of 1 could drop
+    tokens, because rounding can make the cumulative sum of probabilities reach 1 too early."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -14,9 +14,9 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Find an earlier occurrence of the last 1 to 3 tokens of ``history``: the longest match or, of equally
-    long matches, the latest. Returns the index of the match's last token, and the length of the match (0:
-    no match). ``history`` must have at least 2 tokens."""
+    """Find an earlier occurrence in ``history`` of its last 1 to 3 tokens. The longest match counts; among
+    equally long ones, the latest. Returns the index of the match's last token, and the number of matching
+    tokens, which is 0 if there is no match. ``history`` must have at least 2 tokens."""
     size = history.shape[0]
     # Pad with -1, which never matches a token.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
@@ -33,8 +33,8 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def drafts_after(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """Return ``count`` draft tokens: the tokens of ``history`` after index ``place``. If these are fewer
-    than ``count``, they are repeated cyclically."""
+    """Return ``count`` draft tokens: the tokens of ``history`` after index ``place``. If there are fewer than
+    ``count``, they are repeated cyclically."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
@@ -91,8 +91,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns a matrix with b
-    rows, padded on the right with zeros to the length of the longest row."""
+    """Collect the elements of each row of ``values [b, V]`` where ``mask`` is true. Returns ``[b, m]``, where
+    m is the largest number of such elements in a row. Shorter rows are padded on the right with zeros."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)

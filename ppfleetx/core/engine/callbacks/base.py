@@ -46,7 +46,7 @@ class Callback:
 
     def on_fit_start(self, run: Run) -> None:
         """Called once, before the first step and the first evaluation. In a resumed run, ``run.state``
-        already is the progress from the checkpoint."""
+        already has the progress from the checkpoint."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         """Called after each optimizer step, including skipped ones (``record.skipped``), and before the

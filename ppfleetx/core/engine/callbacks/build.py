@@ -19,7 +19,7 @@ _KEY = "Engine.callbacks"
 
 class CallbackList:
     """The callbacks that run on this rank, in the order of ``Engine.callbacks``. ``named`` has (name,
-    callback) pairs. Checkpoints store the state of each callback under this name."""
+    callback) pairs. Checkpoints store the state of each callback under its name."""
 
     def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
         self.named = list(named)
@@ -66,8 +66,8 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
     ``Engine.loggers``. All ranks must call this.
 
     Raises:
-        UserError: on all ranks, if a callback cannot be created. This is the ConfigError itself if all
-            ranks failed with the same message, otherwise a JointError.
+        UserError: on all ranks, if a callback cannot be created on any rank. If all ranks fail with the same
+            message, the error is their ConfigError; otherwise it is a JointError.
     """
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):

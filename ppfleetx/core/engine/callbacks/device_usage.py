@@ -128,9 +128,9 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
-    """Return log lines with each rank's number of parameters and pp and mp coordinates. Ranks with the same
-    values share a line. Returns at most 16 lines and ``...``; none if there is only one rank. All ranks
-    must call this."""
+    """Return log lines that show the number of parameters and the pp and mp coordinates of each rank. Ranks
+    with the same values share a line. After 16 lines, the rest is shown as ``...``. If there is only one
+    rank, the list is empty. All ranks must call this."""
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)
     if ctx.world_size == 1:

@@ -187,9 +187,12 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: float = math.inf) -> None:
-    """Remove from a metrics file the records of steps after ``step``, and incomplete lines. Also remove the
-    records of evaluations after step ``evaluated``, and the records of spikes that were written after the
-    run had used more than ``consumed`` samples."""
+    """Remove the records of steps after ``step``, and incomplete lines, from a metrics file.
+
+    Args:
+        consumed: also remove records of spikes that were written after the run had used more samples.
+        evaluated: also remove records of evaluations after this step.
+    """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
