@@ -71,10 +71,10 @@ class Distillation(WrappedTask):
         mask: paddle.Tensor,
         factory: LayerFactory,
     ) -> paddle.Tensor:
-        """Return the training loss: the weighted sum of cross entropy and divergence.
+        """Return the training loss: the weighted sum of the cross entropy and the divergence.
 
         Args:
-            hard: the cross entropy, already summed over positions.
+            hard: the cross entropy, summed over the positions that count.
             student, teacher: logits ``[s, b, V]``.
             mask: ``[b, s]``, 1 at positions that count.
         """
@@ -90,8 +90,8 @@ class Distillation(WrappedTask):
 
 
 class _ChunksWithTeacher(DeferredLogits):
-    """Student logits that are computed in chunks to save memory. The loss of each chunk includes the
-    divergence from the teacher."""
+    """Student logits that are computed in chunks to save memory. The divergence from the teacher is added to
+    the loss of each chunk."""
 
     def __init__(
         self, student: DeferredLogits, teacher: DeferredLogits, add: Callable[..., paddle.Tensor]
@@ -109,7 +109,8 @@ class _ChunksWithTeacher(DeferredLogits):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Raise ConfigError if the student's parallel plan cannot be used for a teacher with experts."""
+    """Raise ConfigError if the teacher has experts that the student's parallel plan cannot place. The plan is
+    used for both models."""
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -129,12 +130,12 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
     the weights that this rank needs are loaded.
 
     Args:
-        place: a checkpoint.
+        place: the path of the checkpoint.
         student: the ``Model`` section of the student.
-        factory: makes layers for the student's parallel plan, which the teacher uses too.
+        factory: makes layers for the student's parallel plan, which is also used for the teacher.
 
-    Raises CheckpointError if the vocabularies of teacher and student differ; ConfigError if the student's
-    parallel plan cannot be used for a teacher with experts.
+    Raises CheckpointError if the vocabulary sizes of teacher and student differ; ConfigError if the teacher
+    has experts that the student's parallel plan cannot place.
     """
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
@@ -185,7 +186,7 @@ def divergence(
     Args:
         student, teacher: logits ``[s, b, V]``; only the student gets a gradient.
         true_vocab: vocabulary size without padding.
-        temperature: divides the logits of both.
+        temperature: the logits of both models are divided by it.
         group: the tensor-parallel group over which V is split; None: V is not split.
     """
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)

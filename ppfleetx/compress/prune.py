@@ -32,8 +32,8 @@ _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 @dataclass(frozen=True)
 class GroupsAndUnits:
-    """Two arrays for a layer: one for its attention groups and one for its feed-forward units. Both contain
-    either scores, float64 ``[g]`` and ``[f]``, or the sorted indices of the groups and units to keep."""
+    """An array for the attention groups of a layer, and an array for its feed-forward units. They contain
+    scores (float64 ``[g]`` and ``[f]``), or the sorted indices of the groups and units to keep."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -54,16 +54,17 @@ class Parts:
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """Return the indices along ``axis`` that belong to the parts ``which``.
+        """Return the indices along ``axis`` of the elements in some groups or units.
 
         Args:
-            which: the numbers of the parts.
+            which: the numbers of the groups or units.
         """
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """Return how a parameter is divided into attention groups or feed-forward units, or None if it is not.
+    """Return how a parameter is divided into attention groups or feed-forward units. None if it is not
+    divided, for example if it belongs to a norm.
 
     Args:
         own: the parameter's name in its layer, such as ``mlp.fc1.weight``.
@@ -107,8 +108,8 @@ def sizes_after(
     Args:
         ratio: the fraction to remove from each layer.
         part: what to prune: attention groups, feed-forward units, or both.
-        multiple: the remaining number of groups or units is rounded up to a multiple of this number, but
-            not above the number before pruning.
+        multiple: the numbers of remaining groups and units are rounded up to multiples of this number. They
+            never exceed the numbers before pruning.
         drop_layers: indices of layers to remove as a whole.
 
     Raises ConfigError if the network cannot be pruned, an argument is out of range, no head, unit or layer
@@ -138,7 +139,7 @@ def sizes_after(
 
 
 def check_share(ratio: float, multiple: int) -> None:
-    """Raise ConfigError unless ``ratio``, the fraction to remove, is in [0, 1), and ``multiple`` is at least
+    """Raise ConfigError unless the fraction to remove (``ratio``) is in [0, 1), and ``multiple`` is at least
     1."""
     if not 0 <= ratio < 1:
         raise ConfigError("is the fraction to remove: at least 0, below 1", key="--ratio", value=ratio)
@@ -157,8 +158,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def _rounded_up(total: int, ratio: float, multiple: int) -> int:
-    """Return how many of ``total`` parts remain after pruning the fraction ``ratio``, rounded up to a
-    multiple of ``multiple``, but not above ``total``."""
+    """Return how many of ``total`` groups, units or experts remain after the fraction ``ratio`` is removed.
+    The result is rounded up to a multiple of ``multiple``, but never exceeds ``total``."""
     return min(-(-(total - num_to_remove(total, ratio)) // multiple) * multiple, total)
 
 
@@ -218,12 +219,12 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """Sum the magnitudes (``l1_norm``) or squares (``l2_norm``) of the weights of each attention group or
-    feed-forward unit, in float64.
+    """Sum the weights of each attention group or feed-forward unit of a matrix, in float64: their magnitudes
+    (``l1_norm``), or their squares (``l2_norm``).
 
     Args:
-        values: the matrix, or a slice with complete groups or units. A bfloat16 matrix is passed as its
-            bits, uint16.
+        values: the matrix, or a slice that consists of whole groups or units. A bfloat16 matrix is passed as
+            uint16 with the same bits.
         dtype: the element type of ``values``, named as in safetensors files.
         parts: how the matrix is divided into groups or units.
     """
@@ -256,7 +257,8 @@ def pruned_tensors(
     Args:
         tensors: the tensors of the original model.
         model: the network before pruning.
-        kept: layer number before pruning -> indices of the groups and units to keep.
+        sizes: the sizes after pruning.
+        kept: number of a layer in the original model -> indices of the groups and units to keep.
     """
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
@@ -326,9 +328,14 @@ def router_scores(
 
 
 def kept_experts(scores: np.ndarray, num_experts: int, num_groups: int | None) -> np.ndarray:
-    """Return the sorted indices of the ``num_experts`` experts with the largest ``scores [E]``. Among equal
-    scores, the lower index is kept. With ``num_groups`` routing groups, each group keeps the same number of
-    experts."""
+    """Return the sorted indices of the experts to keep: those with the largest scores. Among equal scores,
+    the lower index is kept.
+
+    Args:
+        scores: the scores ``[E]``.
+        num_experts: the number of experts to keep.
+        num_groups: the number of routing groups, if any. Each group keeps the same number of experts.
+    """
     grouped = scores.reshape(num_groups or 1, -1)
     best = np.argsort(-grouped, axis=1, kind="stable")[:, : num_experts // len(grouped)]
     return np.sort((best + np.arange(len(grouped))[:, None] * grouped.shape[1]).reshape(-1))

@@ -45,8 +45,12 @@ class PruningInTraining:
         _check_activation(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune the model if pruning is due after ``step`` optimizer steps. Call this before each training
-        step. Raises ConfigError if parts that were pruned earlier are no longer zero."""
+        """Prune the model if the schedule says so. Call this before each training step. Raises ConfigError
+        if groups or units that were pruned earlier are no longer zero.
+
+        Args:
+            step: the number of optimizer steps so far.
+        """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
         self._step, share = step, self._options.share_after(step)
@@ -67,7 +71,7 @@ class PruningInTraining:
 
     def finish(self) -> None:
         """Log how much was pruned, and the command that removes the zeros from the checkpoint. Call this at
-        the end of training. Raises ConfigError if pruned parts are not zero."""
+        the end of training. Raises ConfigError if pruned groups or units are no longer zero."""
         if not self._begun:
             return
         self._check_zeros(self._scores())
@@ -81,7 +85,7 @@ class PruningInTraining:
 
     @property
     def zero_share(self) -> float:
-        """The fraction of the elements in the layers' matrices that has been pruned so far."""
+        """The pruned fraction of the matrices in all layers, by number of elements."""
         zero = total = 0.0
         for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape
@@ -93,8 +97,8 @@ class PruningInTraining:
         return zero / total
 
     def _counts(self, share: float) -> tuple[int, int]:
-        """Return the numbers of attention groups and of feed-forward units to prune in each layer, for the
-        fraction ``share``."""
+        """Return how many attention groups and how many feed-forward units of each layer are to be zero, if
+        the fraction ``share`` is pruned."""
         part, model = self._options.part, self._model
         groups = num_to_remove(model.kv_heads, share) if part != "mlp" else 0
         return groups, num_to_remove(model.ffn_size, share) if part != "heads" else 0
@@ -107,7 +111,7 @@ class PruningInTraining:
         )
 
     def _scores(self) -> list[GroupsAndUnits]:
-        """Score the groups and units of every layer. All ranks get the same result."""
+        """Return the scores of the groups and units of each layer. All ranks get the same result."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         # Index 0 holds the sums of out_proj and fc2, index 1 those of qkv and fc1.
         sums = np.zeros((2, self._model.num_layers, groups + units))
@@ -139,11 +143,11 @@ class PruningInTraining:
 
     def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
         """Set the attention groups and feed-forward units with the smallest scores to zero, together with
-        their optimizer states. Returns how many groups and units, in total, were not zero before.
+        their optimizer states. Returns how many of them were not zero before, summed over all layers.
 
         Args:
             scores: the scores of each layer.
-            out: the numbers of groups and of units to set to zero in each layer.
+            out: how many groups and how many units of each layer to set to zero.
         """
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
@@ -186,7 +190,7 @@ class _Piece:
         name: the name of the parameter.
         layer: the number of the layer.
         parts: how the parameter is divided into groups or units.
-        first: the number of the first group or unit in the slice.
+        first: the number, in the whole layer, of the first group or unit in the slice.
         count: the number of groups or units in the slice.
     """
 
@@ -203,7 +207,8 @@ class _Piece:
 
 
 def _check_activation(cfg: RunConfig) -> None:
-    """Raise ConfigError unless the activation function maps zero to zero and has a finite slope there."""
+    """Raise ConfigError unless the activation function maps zero to zero and has a finite slope at zero.
+    Otherwise, pruned units would not stay zero."""
     name = cfg.Model.hidden_act
     given = paddle.zeros([1, 1, 8])
     given.stop_gradient = False

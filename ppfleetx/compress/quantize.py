@@ -114,8 +114,8 @@ def check_options(model: ModelConfig, options: Options) -> None:
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     """Choose ``group_size`` and ``asymmetric`` for the model. Returns a copy of ``weights`` with both values.
 
-    With 4 bits, matrices whose number of input features is not a multiple of GROUP_MULTIPLE are added to
-    ``skip``, with a warning. Raises ConfigError if this applies to all matrices.
+    A 4-bit matrix must have a number of input features that is a multiple of GROUP_MULTIPLE. Matrices that do
+    not are added to ``skip``, with a warning. Raises ConfigError if this would leave no matrix to quantize.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -163,8 +163,8 @@ class Quantizer:
     """Quantizes the model in a checkpoint: call `run`, and then read the attribute `report`.
 
     Args:
-        room: an empty directory for temporary files. The tensors that `run` returns read their data from it.
-        samples: data for calibration and evaluation; if None, neither is done.
+        room: an empty directory for temporary files. It must exist until the result of `run` is saved.
+        samples: data for calibration and evaluation; None: do neither.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model. Returns all its tensors. Save them before the directory ``room`` is deleted,
-        because their data is there.
+        """Quantize the model, and return all its tensors. Their data is in the directory ``room``, so save
+        them before this directory is deleted.
 
         Raises DataError if a weight is NaN, infinite, or too large for an asymmetric grid; CheckpointError
         if the checkpoint does not fit the model.
@@ -356,8 +356,13 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Load the quantized weights into the stage ``layer``. Its quantized layers get integers, its
-        ordinary layers get dequantized weights."""
+        """Load the weights into a stage of the quantized model. Quantized layers get integers and scales.
+        Ordinary layers get dequantized weights.
+
+        Args:
+            layer: the stage.
+            stored: the quantized matrices, by parameter name.
+        """
         for name, parameter in canonical_parameters(layer).items():
             if name in stored and parameter.dtype == paddle.float32:
                 parameter.set_value(stored[name].values())
@@ -384,8 +389,13 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 
 class _OutputErrors:
-    """Measures the output error of quantized linear layers in each forward pass of ``small``, the quantized
-    copy of the stage ``layer``. Only layers that also round activations are measured."""
+    """Measures the output errors of the quantized linear layers in a stage. Only layers that also round
+    activations are measured. Every forward pass of ``small`` adds to the measurement.
+
+    Args:
+        layer: the unquantized stage.
+        small: the quantized copy of the stage.
+    """
 
     def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
         weights = canonical_parameters(layer)
@@ -414,13 +424,12 @@ class _OutputErrors:
 
 @dataclass
 class _Inputs:
-    """Context manager that records statistics of the inputs of linear layers during forward passes. X is
-    the matrix of all inputs ``[tokens, k]`` of one layer, with k input features.
+    """Context manager that records statistics of the inputs of linear layers during forward passes.
 
     Attributes:
         layer: the stage that contains the linear layers.
         linears: the names of the linear layers.
-        sums: name -> ``X^T X [k, k]``, float64.
+        sums: name -> ``X^T X [k, k]``, float64, where X ``[tokens, k]`` are all inputs of the linear layer.
         largest: name -> the largest magnitude ``[k]`` of each input feature.
     """
 
@@ -455,7 +464,11 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Adapt the statistics to SmoothQuant, which has divided the inputs by ``factors``."""
+        """Update the statistics after SmoothQuant, which divides the inputs of linear layers.
+
+        Args:
+            factors: name of the linear layer -> the divisors ``[k]`` of its input features.
+        """
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor
@@ -474,8 +487,7 @@ class _Activations:
 
     def pass_calibration(self, layer: nn.Layer) -> None:
         """Run the unquantized stage ``layer`` on the calibration data, so that hooks can record the inputs
-        of its linear layers. The data has already passed through the quantized versions of all earlier
-        stages."""
+        of its linear layers. The inputs of the stage are the outputs of the previous stage, quantized."""
         for state in self._calibration:
             layer(state)
 

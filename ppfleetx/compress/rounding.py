@@ -55,8 +55,8 @@ def scales_of(
 
     Args:
         per_tensor: whether to use one scale for the whole matrix, not one per output feature and group.
-        group_size: how many consecutive input features form a group, which shares a scale; if None, all
-            input features are one group.
+        group_size: the number of consecutive input features that form a group; None: all input features are
+            one group.
         method: ``absmax`` makes the largest magnitude the largest value of the grid. ``mse`` searches for the
             scale with the smallest squared rounding error.
 
@@ -110,7 +110,11 @@ def asymmetric_scales_of(weight: np.ndarray, bits: int, group_size: int | None =
 
 
 def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the asymmetric grids to try, each as scale and offset ``[g, 1, n]``."""
+    """Yield candidates for the best asymmetric grid, each as (scale, offset), both ``[g, 1, n]``.
+
+    Args:
+        grouped: the matrix ``[g, k / g, n]``.
+    """
     low, high = (of(grouped, axis=1, keepdims=True) for of in (np.min, np.max))
     largest = np.maximum(high, -low)
     if bits == 8:  # Q8_0
@@ -127,11 +131,13 @@ def _grids(grouped: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _grid_through(
     step: np.ndarray, value: np.ndarray, at: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scale and the offset of the asymmetric grid on which the integer ``at`` stands for
-    ``value``: ``at * scale + offset = value``. Both are rounded to values of float16.
+    """Return the scale and the offset of an asymmetric grid that contains a given value. The offset is chosen
+    so that ``at * scale + offset = value``. Scale and offset are rounded to float16.
 
     Args:
         step: the scale before rounding.
+        value: the given value.
+        at: the integer that stands for ``value``.
     """
     step = np.clip(step, _SMALLEST_HALF, _LARGEST_HALF).astype(np.float16).astype(np.float32)
     offset = np.clip(value - at * step, -_LARGEST_HALF, _LARGEST_HALF)
@@ -270,8 +276,8 @@ def _scale_of(weight: np.ndarray, form: Form) -> np.ndarray:
 
 
 def gptq(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022). The scales are the same as in rounding
-    to nearest.
+    """Quantize ``weight [k, n]`` with GPTQ (Frantar et al., 2022). The scales are the same as those of
+    :func:`nearest`.
 
     Args:
         hessian: ``X^T X [k, k]`` in float64, where X are the layer's inputs.
@@ -345,9 +351,15 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """Quantize ``weight [k, n]`` of the layer ``linear`` exactly as quantization-aware training with the
-    settings ``cfg`` rounded it. Returns None if training did not round this layer, or rounded it to more
-    bits than the storage format ``form`` has."""
+    """Quantize ``weight [k, n]`` to the grid of quantization-aware training. Returns None if training did not
+    round this layer, or rounded it to more bits than ``form`` has.
+
+    Args:
+        linear: the name of the layer.
+        form: the storage format.
+        cfg: the settings of the training.
+        checkpoint: the trained model, with the clipping factors if training learned them.
+    """
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
         return None
@@ -367,7 +379,7 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to one block: to each linear layer whose input comes from a norm.
+    """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block whose input comes from a norm.
 
     Args:
         parameters: the parameters of the block, which are changed in place.

@@ -56,8 +56,8 @@ def saliency_scores(
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
-    """Compute each expert's share of the sum of all tokens' routing weights. Returns layer number -> shares
-    ``[experts]``.
+    """Return how much each expert is used: layer number -> shares ``[experts]``. The routing weights of an
+    expert are summed over all tokens. Its share is this sum, divided by the total of all experts.
 
     Args:
         windows: token ids ``[c, s + 1]``: c windows of s input tokens and one more token, which is not used.

@@ -30,7 +30,7 @@ class Probe:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Probe:
-        """Make a probe with random tokens for a model. Every call returns the same tokens."""
+        """Make a probe for a model. The tokens are random, with a fixed seed."""
         length = min(_LENGTH, model.max_position_embeddings)
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
@@ -41,8 +41,8 @@ class Probe:
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """Return a copy of this probe with positions that are small enough for accurate rotary angles in
-        float32."""
+        """Return a copy of this probe with smaller positions. transformers computes rotary angles in float32,
+        which is inaccurate at large positions."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
@@ -73,10 +73,10 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     """Return the largest absolute difference between two arrays of logits.
 
     Args:
-        whose: the two sources of the logits, for messages, such as ``of A and of B``.
+        whose: names both sources of logits in messages, such as ``of A and of B``.
 
-    Raises CheckpointError if a logit is not finite, or if the difference exceeds TOLERANCE times the
-    largest magnitude in ``two`` (or TOLERANCE, if that magnitude is below 1).
+    Raises CheckpointError if a logit is not finite, or if the difference exceeds
+    ``TOLERANCE * max(1, largest magnitude in two)``.
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(

@@ -44,8 +44,8 @@ class Conversion:
     Attributes:
         source, target: the formats of input and output, named as in ``--from`` and ``--to``.
         input, output: the paths of the source and of the result. Each is a directory, or a file for `gguf`.
-        model: the network; None if the source describes the network.
-        dtype: the element type of the output, such as `bfloat16`; None keeps the types of the source.
+        model: the `Model` section of the network; None if the source describes the network.
+        dtype: the element type of the output, such as `bfloat16`; None: keep the types of the source.
         merge: whether to join the rank files of a ppfleetx checkpoint.
         plan: the parallel plan for which to reshard a ppfleetx checkpoint; None: do not reshard.
         tokenizer: a directory of tokenizer files, which replace the source's tokenizer.
@@ -137,10 +137,11 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
     """Return the `Model` section of the weights to convert.
 
     Args:
-        given: the section from the user; None: use the section that the source of the weights describes.
+        weights: the weights, with the keys of the `Model` section that were found in their source.
+        given: the user's `Model` section; None: build it from these keys.
 
-    Raises CheckpointError if ``given`` is None and the source's description is incomplete, or if ``given``
-    and the description contradict each other.
+    Raises CheckpointError if ``given`` is None and a required key was not found, or if ``given`` contradicts
+    a key that was found.
     """
     described = weights.model
     if given is None:
@@ -179,10 +180,9 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
 
 
 def check_logits(job: Conversion, written: Path, *, python_with_transformers: str | None = None) -> float:
-    """Check a conversion from or to Hugging Face's format: compare the logits that our network computes
-    from the source and from the result. If transformers is available and can read the Hugging Face
-    directory, also compare with the logits that transformers computes. Returns the largest absolute
-    difference.
+    """Check a conversion from or to Hugging Face's format by comparing logits. Returns the largest absolute
+    difference. Our network's logits must agree before and after the conversion. If transformers is installed
+    and can read the Hugging Face directory, its logits must agree too.
 
     Args:
         job: the conversion.
@@ -221,8 +221,8 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """Return the path of a Python interpreter in which transformers can read ``directory``. None if there
-    is no such interpreter.
+    """Return the path of a Python interpreter that has transformers. None if there is none, or if
+    transformers cannot read ``directory``.
 
     Args:
         given: the interpreter that the user named, if any.

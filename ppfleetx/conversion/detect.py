@@ -59,8 +59,8 @@ def _has(directory: Path, names: Iterable[str]) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """Return a message that says which program wrote the checkpoint ``path``, and how to convert it. None
-    if ``path`` is not recognized, or needs no conversion."""
+    """Return a message for the user: what the checkpoint ``path`` is, and how to convert it. None if
+    ``path`` is not recognized, or needs no conversion."""
     if str(path).startswith(HUB):
         return (
             f"{path} is a model of the Hugging Face hub, which is downloaded where a model is an argument "

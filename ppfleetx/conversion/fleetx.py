@@ -84,8 +84,8 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """Derive sizes in the `Model` section from the shapes of tensors. The shapes do not show the number of
-    heads or the vocabulary size without padding."""
+    """Return keys of the `Model` section that can be derived from the shapes of tensors, such as
+    ``num_layers``. The shapes do not show the number of heads, or the vocabulary size without padding."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}

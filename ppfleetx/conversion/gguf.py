@@ -62,7 +62,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """Read the weights of a GGUF file lazily. If any tensor is quantized, all tensors are read as float32.
+    """Read the weights of a GGUF file lazily. If at least one tensor is quantized, all are read as float32.
 
     Raises CheckpointError if the file is damaged or not supported; NotInstalledError if the ``gguf``
     package is not installed.
@@ -115,8 +115,7 @@ def _reader(path: Path, version: tuple[int, ...]) -> Any:
     """Open a GGUF file. The result is cached until another file is opened.
 
     Args:
-        version: numbers that change when the file changes, such as its size, so that a changed file is
-            opened again.
+        version: part of the cache key: numbers that change when the file changes, such as its size.
     """
     return _library().GGUFReader(path)
 
@@ -143,7 +142,7 @@ def _tensor(stored: Any, path: Path, is_quantized: bool) -> LazyTensor:
     """Make a lazy tensor from ``stored``, a tensor entry of the ``gguf`` library's reader.
 
     Args:
-        is_quantized: whether any tensor of the file is quantized. If so, this tensor is read as float32.
+        is_quantized: whether the file has quantized tensors. If so, this tensor is read as float32.
     """
     kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
     quants = _library().quants
@@ -176,7 +175,8 @@ def _name_converter(config: Mapping[str, Any]) -> Any:
 
 
 def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is ``[in, out]`` in transformers and ``[out, in]`` in llama.cpp."""
+    """Return whether transformers and llama.cpp store a tensor differently: ``[in, out]`` in transformers,
+    and ``[out, in]`` in llama.cpp."""
     return config["model_type"] == "gpt2" and ".h." in name
 
 
@@ -188,8 +188,8 @@ def _in_hf_layout(stored: LazyTensor, name: str, config: Mapping[str, Any]) -> L
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """Convert the values of the Hugging Face tensor ``name`` between layouts: to llama.cpp's if
-    ``to_file``, else to Hugging Face's."""
+    """Convert a tensor's layout: from Hugging Face's to llama.cpp's if ``to_file``, else the other way.
+    ``name`` is Hugging Face's name of the tensor."""
     kind, rest = config["model_type"], array.shape[1:]
     row = BY_TYPE[kind]
     if row.shifts_norms and name.endswith("norm.weight"):
@@ -226,8 +226,8 @@ def write_gguf(
         tokenizer: the tokenizer to store in the file.
         dtype: the element type of most matrices, one of QUANTIZED; None keeps the types of ``tensors``.
             Vectors and position embeddings are always float32.
-        source: facts about the origin of the weights (``Weights.source``), if they came from Hugging Face or
-            GGUF.
+        source: ``Weights.source`` of the weights. If it contains a ``config.json`` that describes ``model``,
+            this is used.
 
     Raises CheckpointError if llama.cpp does not support the network or the tokenizer.
     """
@@ -293,10 +293,12 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """Choose the element type of a tensor in the GGUF file, as llama.cpp does. Vectors, norms and position
-    embeddings are float32. If ``dtype`` is None, other tensors keep their type. Otherwise, matrices get the
-    type ``dtype``, with two exceptions: matrices whose rows do not divide into blocks become float16, and
-    the word embedding and the head become 8-bit."""
+    """Return the element type of a tensor in the GGUF file.
+
+    Vectors, norms and position embeddings are float32. Matrices get the type ``dtype``; None: they keep their
+    type. As in llama.cpp, there are two exceptions if ``dtype`` is given. Matrices whose rows do not divide
+    into blocks become float16. The word embedding and the head become 8-bit.
+    """
     if len(tensor.shape) == 1 or name.endswith("_norm.weight") or name.startswith("position_embd"):
         return "F32"
     if dtype is None:

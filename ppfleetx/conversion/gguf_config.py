@@ -34,19 +34,18 @@ class Architecture:
         name: the value of ``general.architecture`` in the metadata.
         model_type: Hugging Face's ``model_type``.
         keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
-        fixed: keys of ``config.json`` that have the same value for all files of this architecture.
+        fixed: keys and values of ``config.json`` that are the same for all files of this architecture.
         biases: key of ``config.json`` -> the tensor whose presence makes the key true.
         lacks: key of ``config.json`` -> the tensor whose absence makes the key true.
         rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads are
             rotated.
-        rotates_pairs: whether llama.cpp rotates pairs of adjacent features, where transformers pairs the
-            first half of a head with the second.
-        shifts_norms: whether transformers stores norm weights minus 1, where llama.cpp stores the weights.
+        rotates_pairs: whether llama.cpp pairs adjacent features for rotary embeddings. transformers pairs
+            feature i with feature i + head size / 2.
+        shifts_norms: whether transformers stores norm weights minus 1. llama.cpp stores the weights.
         window_period: the number of layers in a period, if only some layers have a sliding window. The last
             layer of each period has full attention. None: all layers are the same.
-        scale_layers: the number of layers by which llama.cpp recognizes Gemma 27B. A model with this number
-            of layers divides attention scores by sqrt(hidden size / heads), other models by sqrt(head
-            size).
+        scale_layers: the number of layers of Gemma 27B, by which llama.cpp recognizes this model. It divides
+            attention scores by sqrt(hidden size / heads), all other Gemma models by sqrt(head size).
     """
 
     name: str
@@ -246,8 +245,8 @@ def config_of(
 
 
 def _same_for_all_layers(metadata: Metadata, key: str) -> Any:
-    """Return the metadata value of ``key``. If the value is an array with one element per layer, return the
-    common value of all elements. Raises CheckpointError if the elements differ."""
+    """Return the metadata value of ``key``. If the value is an array with one element per layer, all elements
+    must be equal, and this element is returned. Raises CheckpointError if the elements differ."""
     value = metadata.get(key)
     if not isinstance(value, list):
         return value
@@ -315,12 +314,13 @@ def _add_rope(
 
 
 def _scaling(metadata: Metadata, said: str, *, is_longrope: bool) -> dict[str, Any] | None:
-    """Return the ``rope_scaling`` of ``config.json`` that the metadata describe. None if they describe no
-    scaling, or if they describe LongRoPE and ``is_longrope``.
+    """Return the ``rope_scaling`` of ``config.json``, converted from the metadata. None if the metadata
+    describe no scaling. LongRoPE is converted by :func:`_add_longrope`, and the result here is None.
 
     Args:
-        said: the prefix of the metadata keys.
-        is_longrope: whether the file contains the tensors of LongRoPE's factors.
+        said: the prefix of the metadata keys, such as ``llama.rope.scaling.``.
+        is_longrope: whether the file contains the tensors of LongRoPE's factors. LongRoPE without these
+            tensors is not supported.
     """
     # Older files have only a factor, which llama.cpp reads as linear scaling.
     kind = metadata.get(f"{said}type", "linear")
@@ -340,8 +340,13 @@ def _scaling(metadata: Metadata, said: str, *, is_longrope: bool) -> dict[str, A
 def _add_longrope(
     config: dict[str, Any], metadata: Metadata, said: str, factors: Mapping[str, np.ndarray]
 ) -> None:
-    """Add LongRoPE's settings to ``config``: the factors, and the original context length, up to which the
-    short factors apply."""
+    """Add LongRoPE's settings to ``config``: the short and long factors, and the original context length. The
+    short factors apply up to this length.
+
+    Args:
+        said: the prefix of the metadata keys, such as ``phi3.rope.scaling.``.
+        factors: tensor name -> LongRoPE's factors.
+    """
     original = metadata.get(f"{said}original_context_length")
     if not original:
         raise CheckpointError(f"its metadata lack {said}original_context_length")
@@ -354,8 +359,8 @@ def _add_longrope(
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
-    """Derive the settings of Llama 3's rotary scaling from ``factors``, the divisors of the rotary
-    frequencies. Raises CheckpointError if they are not those of Llama 3.1 to 3.3."""
+    """Derive Llama 3's ``rope_scaling`` from the divisors of the rotary frequencies (``factors``).
+    Raises CheckpointError if the divisors differ from those of Llama 3.1 to 3.3."""
     scaling = {"factor": _shortest(float(factors.max())), **LLAMA3}
     section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
     if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
@@ -407,7 +412,12 @@ def _shortest(value: Any) -> Any:
 
 
 def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
-    """Build the GGUF metadata of the network ``model``, whose ``config.json`` is ``config``."""
+    """Build the GGUF metadata that describe a network.
+
+    Args:
+        config: the ``config.json`` of the network.
+        model: the ``Model`` section of the network.
+    """
     found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
     made = {
         key: float(value) if key.endswith(_FLOATS) else value
@@ -440,9 +450,8 @@ def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig
 
 
 def rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the divisors of the rotary frequencies that a GGUF file of ``model`` needs, by tensor name.
-    Only Llama 3 scaling and LongRoPE need such tensors. Other scalings are described by the metadata
-    alone."""
+    """Return the tensors for a GGUF file of ``model`` that hold divisors of the rotary frequencies, by tensor
+    name. Only Llama 3 scaling and LongRoPE need such tensors. For other scalings, the metadata suffice."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.type == "llama3":
         return {_LLAMA3_FACTORS: _rope_factors(scaling, model.head_size, model.rotary_base)}

@@ -39,7 +39,8 @@ def _gpt4_pattern(digits: str) -> str:
     """Return the regular expression with which GPT-4 and similar tokenizers split text.
 
     Args:
-        digits: the quantifier for the digits in a piece, such as ``{1,3}``.
+        digits: the regular-expression quantifier for runs of digits. ``{1,3}`` splits a number into groups
+            of up to three digits. An empty string splits it into single digits.
     """
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -146,7 +147,8 @@ def special_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int |
 def _of_bytes(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
 ) -> tuple[dict[str, Any], str]:
-    """Return the ``tokenizer.json`` of a byte-level BPE, and llama.cpp's name for its pre-tokenizer."""
+    """Make the ``tokenizer.json`` of a byte-level BPE. Also returns llama.cpp's name for its
+    pre-tokenizer."""
     said = metadata.get(f"{_KEY}pre", "default")
     cut = _OTHER_NAMES.get(said, said)
     if said == "default":
@@ -216,10 +218,11 @@ def _added(number: int, token: str, kind: int, *, strips: bool) -> dict[str, Any
 
 def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
     """Make the ``post_processor`` of a ``tokenizer.json``, which adds BOS at the start, EOS at the end, or
-    both.
+    both. None if ``wanted`` is empty.
 
     Args:
-        wanted: ``bos_token`` or ``eos_token`` -> the token to add. If empty, the result is None.
+        wanted: ``bos_token`` or ``eos_token`` -> the token to add.
+        vocab: token -> id.
     """
     if not wanted:
         return None
@@ -238,9 +241,9 @@ def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Make the GGUF metadata of a tokenizer, with ``vocab_size`` tokens: one for each row of the embedding.
-    Raises CheckpointError if llama.cpp does not support the tokenizer, or if the tokenizer has more tokens
-    than the embedding has rows."""
+    """Make the GGUF metadata of a tokenizer. They list ``vocab_size`` tokens, one for each row of the
+    embedding; rows without a token get a placeholder. Raises CheckpointError if llama.cpp does not support
+    the tokenizer, or if it has more than ``vocab_size`` tokens."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":
@@ -292,10 +295,10 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
     """Return llama.cpp's number for the type of a token, such as normal, control or byte.
 
     Args:
-        token: the token; None for a row of the embedding without a token.
-        added: its entry in ``added_tokens`` of the ``tokenizer.json``; None if it has no entry.
-        characters: the ``model`` of the ``tokenizer.json`` for a BPE that merges characters; empty for a BPE
-            that merges bytes.
+        token: the token; None if a row of the embedding has no token.
+        added: the token's entry in ``added_tokens`` of the ``tokenizer.json``; None if it has no entry.
+        characters: for a BPE over characters, the ``model`` of the ``tokenizer.json``. For a byte-level BPE,
+            an empty mapping.
     """
     if token is None:
         return _UNUSED
@@ -309,8 +312,8 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Make llama.cpp's scores of ``tokens`` from the BPE merges of ``model``. Tokens of earlier merges get
-    higher scores."""
+    """Return llama.cpp's score of each token, derived from the BPE merges of ``model``. A token that an
+    earlier merge produces gets a higher score."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -329,8 +332,11 @@ _NORMALIZERS_OF_CHARACTERS = ("NFC", "Prepend", "Replace")
 
 
 def _check_normalizer(tokenizer: Tokenizer, known: Collection[str]) -> None:
-    """Raise CheckpointError if a tokenizer has a normalization step that is not in ``known``. llama.cpp
-    would omit this step."""
+    """Raise CheckpointError if a tokenizer has a normalization step that cannot be written as GGUF.
+
+    Args:
+        known: the types of steps that are accepted.
+    """
     steps = [tokenizer.definition.get("normalizer")]
     for step in steps:
         if step is not None and step["type"] == "Sequence":
@@ -356,8 +362,8 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
 
 
 def _comparable(cut: Any) -> Any:
-    """Normalize a ``pre_tokenizer`` for comparison: remove settings that do not affect tokens, and add
-    defaults."""
+    """Return a copy of a ``pre_tokenizer`` that can be compared with others: without settings that do not
+    affect tokens, and with defaults filled in."""
     if isinstance(cut, Mapping):
         # The original files of GPT-2 and Pythia are older than use_regex, which is true by default.
         usual = {"use_regex": True, **cut} if cut.get("type") == "ByteLevel" else cut

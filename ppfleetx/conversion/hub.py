@@ -65,15 +65,15 @@ def hub_name(place: str | Path) -> HubName | None:
 
 
 def may_be_of_hub(place: str | Path) -> bool:
-    """Return whether ``place`` looks like the name of a model on the hub that lacks the prefix ``hf:``, such
-    as ``org/name``."""
+    """Return whether ``place`` has the form ``org/name``. It may be a model on the hub, given without the
+    prefix ``hf:``."""
     return _NAME.fullmatch(str(place)) is not None
 
 
 def local_directory(place: str | Path) -> Path:
-    """Return the local directory of a model. If ``place`` is a name ``hf:...``, the model is downloaded to
-    the cache first; if the hub cannot be reached, the files in the cache are used. Other paths are returned
-    unchanged.
+    """Return the local directory of a model. If ``place`` begins with ``hf:``, the model is downloaded to the
+    cache first. If the hub cannot be reached, the files in the cache are used. A path without ``hf:`` is
+    returned unchanged.
 
     Raises CheckpointError if the download fails or the model is not supported; NotInstalledError if
     ``huggingface_hub`` is not installed.
@@ -134,8 +134,8 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """Ask the hub for the model's files and commit. Returns None, with a warning, if the hub cannot be
-        reached but the model is in the cache."""
+        """Return the hub's list of the model's files, with the commit. If the hub cannot be reached but the
+        model is in the cache, log a warning and return None."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
             with self._errors_as_ours():
@@ -165,7 +165,12 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """Download a file unless it is in the cache, and check the size and hash of the download."""
+        """Return the path of a file in the cache. If it is not there, download it, and check its size and
+        hash.
+
+        Args:
+            wanted: the hub's entry for the file.
+        """
         name = wanted.rfilename
         held = self._held(name, commit)
         with self._errors_as_ours(name):
@@ -240,8 +245,12 @@ def _cause(error: BaseException) -> str:
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """Return a description of how a downloaded file differs from the size and hash in ``wanted``, the hub's
-    entry for the file. None if it does not differ."""
+    """Check the size and hash of a downloaded file. Returns a description of the first difference; None if
+    there is none.
+
+    Args:
+        wanted: the hub's entry for the file, with the expected size and hash.
+    """
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

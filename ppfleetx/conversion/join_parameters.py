@@ -15,11 +15,13 @@ from ppfleetx.nn.param_spec import Part
 
 
 def join_parts(parts: Sequence[Part], *arrays: np.ndarray) -> np.ndarray:
-    """Interleave matrices, such as q, k and v, along the last axis into one fused parameter. Each period of
-    the result has ``width`` columns of the first matrix, then of the second, and so on.
+    """Interleave matrices, such as q, k and v, along the last axis into one fused parameter.
+
+    The columns of the result repeat in periods. Each period has some columns of the first matrix, then of the
+    second, and so on. ``Part.width`` is the number of columns of one matrix in each period.
 
     Args:
-        parts: the part of the fused parameter that each matrix becomes, in the order of ``arrays``.
+        parts: one description for each of ``arrays``, in the same order.
     """
     lead = arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]

@@ -138,8 +138,8 @@ def _iteration(path: Path) -> Path:
 
 
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
-    """Return the file of each rank. The keys are the numbers in the name of the rank's directory:
-    ``mp_rank_01_000`` is (1, 0)."""
+    """Return {numbers in the name of a rank's directory: file}. The numbers of ``mp_rank_01_000`` are
+    (1, 0)."""
     found = {}
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
@@ -160,10 +160,10 @@ def _grids(
     """Return {(tensor-parallel rank, pipeline rank): file} for each expert-parallel rank.
 
     Args:
-        files: files by the numbers in their directories' names: ``mp_rank_01_000`` is (1, 0).
+        files: the result of :func:`_rank_files`.
         arguments: Megatron's options, which contain the parallel degrees.
 
-    Raises CheckpointError if files are missing, or a name has too many numbers.
+    Raises CheckpointError if files are missing, or if the name of a directory has too many numbers.
     """
     # The first number is the tensor-parallel rank. The pipeline rank follows if there are several stages, and
     # then the expert-parallel rank, if the expert-parallel degree is above 1.
@@ -193,8 +193,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield (key in the file, pipeline rank) for each model chunk, in the order of their layers. With an
-    interleaved pipeline schedule, each rank has several chunks."""
+    """Yield the location of each model chunk, in the order of their layers: (key in the rank's file, pipeline
+    rank). With an interleaved pipeline schedule, each rank has several chunks.
+
+    Args:
+        grid: the files of one expert-parallel rank.
+        first: the content of one rank's file.
+    """
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -284,11 +289,11 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Reorder the rows of a fused q, k, v parameter as in Megatron's checkpoint version 2, which groups q,
-    k and v by key/value head.
+    """Return a fused q, k, v parameter with its rows in the order of Megatron's checkpoint version 2. There,
+    q, k and v are grouped by key/value head.
 
     Args:
-        version: Megatron's checkpoint version of ``array``.
+        version: Megatron's checkpoint version of ``array``. Before version 2, the order was different.
     """
     if version >= 2.0:
         return array
@@ -301,8 +306,9 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Convert Megatron's options to a `Model` section. The result is empty if the number of layers, the
-    number of heads or the hidden size is missing. Raises CheckpointError for unsupported options."""
+    """Convert Megatron's options to keys of the `Model` section. The result is empty if the number of layers,
+    the number of heads or the hidden size is missing. Raises CheckpointError if an option is not
+    supported."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)
@@ -417,8 +423,8 @@ def _moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | N
 def _split_experts(
     chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (name, tensor) for the tensors of a file. A tensor that contains several experts is split into
-    one tensor per expert.
+    """Yield (name, tensor) for the tensors of a model chunk. A tensor that contains several experts is split
+    into one tensor per expert.
 
     Args:
         ep: the expert-parallel degree.
@@ -445,8 +451,12 @@ def _matrix(shape: tuple[int, ...], number: int, array: np.ndarray) -> np.ndarra
 
 
 def _expert_name(in_layer: str) -> str | None:
-    """Convert the name of an expert's parameter from Megatron's to ours. None for other parameters. Neither
-    name includes the prefix of the layer. The expert keeps the number that it has in the file."""
+    """Return our name of an expert's parameter, such as ``mlp.experts.3.fc1.weight``. None if the parameter
+    does not belong to an expert. The expert keeps the number that it has in the file.
+
+    Args:
+        in_layer: Megatron's name of the parameter, without the prefix of the layer.
+    """
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -456,10 +466,11 @@ def _expert_name(in_layer: str) -> str | None:
 def _params_of_expert_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Select the parameters to use from the file of one expert-parallel rank: the rank's experts,
-    renumbered as in the whole layer. Parameters that do not belong to experts are used from rank 0 only.
+    """Return the parameters that are used from one expert-parallel rank. These are the rank's experts, with
+    their numbers in the whole layer. Rank 0 also provides all parameters that do not belong to experts.
 
     Args:
+        tensors: the parameters of the rank. Its experts are numbered from 0.
         rank: the expert-parallel rank.
         ep: the expert-parallel degree.
     """

@@ -51,8 +51,12 @@ def _tensor(value: Any) -> LazyTensor | None:
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Join the tensors that Paddle split into chunks. ``chunked`` maps the name of each such tensor to its
-    original shape and the names of its chunks."""
+    """Join the chunks of tensors that Paddle split because of their size.
+
+    Args:
+        tensors: all tensors, including the chunks, by name.
+        chunked: name of a split tensor -> its original shape and the names of its chunks.
+    """
     tensors.pop(_NAME_TABLE, None)
     for name, form in chunked.items():
         shape = tuple(map(operator.index, form["OriginShape"]))

@@ -1,5 +1,6 @@
-"""Unpickle weights without running code from the file. A pickle can use only names that build arrays and
-containers. Objects of selected other classes are read as data (:class:`Record`)."""
+"""Unpickle weights without running code from the file. A pickle names the classes and functions that it
+needs. Only those that build arrays and containers are allowed. Objects of some further classes are read as
+plain data (:class:`Record`)."""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ class Record:
 
 class StandIn:
     """Base class of stand-ins for classes of other libraries, such as PyTorch. A pickle cannot set attributes
-    of their instances."""
+    of a stand-in."""
 
     def __setstate__(self, state: Any) -> None:  # prevents pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
 
 
 class WeightsUnpickler(pickle.Unpickler):
-    """An unpickler that refuses all names that are not on a list.
+    """An unpickler that refuses all classes and functions except allowed ones.
 
     Args:
         file: the pickle.
-        names: allowed name -> the object to use for it.
+        names: full name of an allowed class or function, such as ``numpy.ndarray`` -> what to use for it.
         record_prefixes: prefixes of the full names of classes whose objects are read as :class:`Record`.
         persistent: a function that returns the object for a persistent id, such as a PyTorch storage. If
             None, persistent ids are refused.
@@ -85,10 +86,11 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager for reading a pickle. It adds ``path``, the path of the pickle, to errors.
+    """Context manager for reading a pickle. Errors in it are raised again with ``path``, the path of the
+    pickle, in their message.
 
-    Raises RefusedPickleError if the pickle uses a name that is not allowed; CheckpointError if the pickle
-    is damaged.
+    Raises RefusedPickleError if the pickle needs a class or function that is not allowed; CheckpointError if
+    the pickle is damaged.
     """
     try:
         yield

@@ -59,8 +59,8 @@ class ElementType(StandIn):
 
 @dataclass(eq=False)
 class TorchStorage(StandIn):
-    """A PyTorch storage: a flat array of ``count`` elements. Tensors are views of storages. ``read`` reads
-    the range ``(start, end)`` of the storage's bytes from the file."""
+    """A PyTorch storage: a flat array of ``count`` elements. Tensors are views of storages.
+    ``read(start, end)`` reads a range of the storage's bytes from the file."""
 
     dtype: str
     count: int
@@ -80,8 +80,8 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
         record_prefixes: prefixes of full class names. Objects of these classes are read as :class:`Record`,
             which holds their data.
 
-    Raises RefusedPickleError if the file contains objects of other classes; CheckpointError if the file is
-    damaged.
+    Raises RefusedPickleError if the file needs a class or function that is not allowed; CheckpointError if
+    the file is damaged.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -166,7 +166,8 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
-    """Return the class, the key and the number of elements of a storage from its persistent id."""
+    """Parse the persistent id of a storage. Returns the class of the storage, its key, and its number of
+    elements."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
@@ -176,8 +177,8 @@ def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
 
 
 def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    """Make a lazy tensor that is a strided view of a storage. Raises CheckpointError if the view exceeds
-    the storage."""
+    """Make a lazy tensor that is a strided view of a storage. Stands in for PyTorch's function of this name.
+    Raises CheckpointError if the view exceeds the storage."""
     held = NUMPY_OF_DTYPE[storage.dtype]
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)

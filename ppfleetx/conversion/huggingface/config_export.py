@@ -26,13 +26,14 @@ def hf_config(
     original: Mapping[str, Any] | None = None,
     token_ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make a ``config.json`` with which ``transformers`` computes the same function as `model`.
+    """Make a ``config.json`` for `model`. With it, ``transformers`` builds the same network.
 
     Args:
         dtype: the element type of the weights, named as in safetensors files.
-        original: the ``config.json`` of the source of the weights, which is used if it describes `model`.
-        token_ids: `bos_token_id` and `eos_token_id`, for a new ``config.json``. Other token ids are written
-            as null, because transformers' defaults can be outside the vocabulary.
+        original: the ``config.json`` that came with the weights, if any. It is used if it describes the same
+            network as `model`. Otherwise, a new ``config.json`` is made.
+        token_ids: `bos_token_id` and `eos_token_id` for a new ``config.json``. An id that is not given is
+            null, because transformers' default can be outside the vocabulary.
 
     Raises CheckpointError if no Hugging Face model type can express `model`.
     """
@@ -53,7 +54,8 @@ def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
 
 
 def _config_of(model: ModelConfig) -> dict[str, Any]:
-    """Make a ``config.json`` of the first Hugging Face model type that can express the network ``model``."""
+    """Make a new ``config.json`` for ``model``. Its ``model_type`` is the first that can express the network.
+    Raises CheckpointError if there is none."""
     reasons = []
     for same in (model, _with_experts_width(model)):
         values = network(same)
@@ -74,9 +76,9 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """Return a copy of ``model`` with the width of dense MLPs set to that of an expert, if all layers have
-    experts. This does not change the network, which has no dense MLPs. It is needed for model types that
-    have one key for both widths."""
+    """Return ``model`` with ``ffn_hidden_size`` set to the width of the experts, if all layers have experts.
+    The network stays the same, because it has no dense MLPs. Some model types need this: they have one key
+    for the widths of dense MLPs and of experts."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -84,8 +86,8 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Compare the networks of a ``config.json`` and a ``Model`` section. Returns a description of each
-    difference. Raises UserError if the ``config.json`` is not supported."""
+    """Return a description of each difference between the network of a ``config.json`` and the network of a
+    ``Model`` section. Raises UserError if the ``config.json`` is not supported."""
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [
@@ -99,7 +101,7 @@ def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _as_stored(model: ModelConfig) -> ModelConfig:
-    """Return a copy of ``model`` without vocabulary padding and without the load-balancing loss of experts,
-    which do not affect the weights in a Hugging Face file."""
+    """Return a copy of ``model`` without vocabulary padding and without the load-balancing loss of experts.
+    Neither affects the weights in a Hugging Face file."""
     moe = model.moe and model.moe.model_copy(update={"aux_loss": BalanceLossConfig(kind="none")})
     return model.model_copy(update={"vocab_size_divisible_unit": 1, "moe": moe})

@@ -133,8 +133,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if the value of a ``config.json`` key is not valid for the corresponding key of
-    our ``Model`` section."""
+    """Raise CheckpointError if a value in ``config.json`` is invalid. It must be valid for the key of our
+    ``Model`` section to which it is converted."""
     for key in family.keys.keys() & config.keys():
         kind = annotation_at(ModelConfig, family.keys[key][0].split()[0].split("."))
         try:
@@ -150,8 +150,10 @@ def of_paddle(config: Mapping[str, Any]) -> bool:
 
 
 def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a ``config.json`` without keys that only Paddle's libraries use. If there are such
-    keys, options that are turned off are removed as well, and ``tie_word_embeddings`` is set.
+    """Return a copy of a ``config.json`` without keys that only Paddle's libraries use.
+
+    If it has such keys, two more things change. Unsupported options that are turned off are removed.
+    ``tie_word_embeddings`` is written explicitly, because Paddle's libraries may omit it.
 
     Args:
         keys: the result of :func:`model_keys` for ``config``.
@@ -166,7 +168,8 @@ def without_paddle_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> d
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the sorted keys of a ``config.json`` that :func:`model_keys` does not know and ignores."""
+    """Return the sorted keys of a ``config.json`` that :func:`model_keys` ignores because they are
+    unknown."""
     family = FAMILIES[config["model_type"]]
     known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
     return sorted(
@@ -187,7 +190,8 @@ _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, 
 
 
 def _refuse_unsupported(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError if a key that ``family`` does not convert turns on an unsupported feature."""
+    """Raise CheckpointError if ``config`` turns on an unsupported feature. Keys that ``family`` converts are
+    not checked here."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:

@@ -147,7 +147,9 @@ def write_hf(
 
     Args:
         tensors: all parameters of `model`, by ppfleetx's names. Vocabulary padding is included.
-        source: facts about the origin of the weights (``Weights.source``), if they came from :func:`read_hf`.
+        source: ``Weights.source`` of the weights. It can contain the original ``generation_config.json``,
+            which is written unchanged, and the original ``config.json``, which is used if it describes
+            `model`.
         tokenizer_dir: the directory of the tokenizer files to copy; None: copy none.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
         max_file_bytes: maximum size of a weight file. If the weights are larger, they are split into
@@ -180,8 +182,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """Return the name in the files of the tensor that transformers calls ``name``. Raises CheckpointError
-    if the files do not contain this tensor."""
+    """Return the name of a tensor in the files. It can differ from ``name``, transformers' name for the
+    tensor. Raises CheckpointError if the files do not contain the tensor."""
     # Files that were saved without a head omit the prefix (GPT-2, BLOOM, OPT). GPT-NeoX's head has two names.
     for candidate in (name, name.partition(".")[2], _OTHER_HEAD.get(name, name)):
         if candidate in stored:
@@ -204,7 +206,8 @@ _WITHOUT_NEXT_TOKENS = (
 
 
 def _of_next_tokens(names: Collection[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
-    """Select the tensors of multi-token prediction layers, which are numbered after the model's layers."""
+    """Return those of ``names`` that belong to multi-token prediction layers. These layers have the numbers
+    after the model's own layers."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
     return {name for name in names if name.startswith(layers)}
@@ -213,11 +216,12 @@ def _of_next_tokens(names: Collection[str], config: Mapping[str, Any], keys: Map
 def _check_left_over(
     names: Collection[str], stored: Mapping[str, LazyTensor], directory: Path, *, tied_to: str | None
 ) -> None:
-    """Raise CheckpointError if an unused tensor cannot be ignored. Buffers, biases that are all zero, and a
-    tied head that equals the word embedding are ignored.
+    """Raise CheckpointError if the files contain a tensor that the network does not have. Three kinds are
+    ignored: buffers, biases that are all zero, and a tied head that equals the word embedding.
 
     Args:
-        names: the names of the unused tensors.
+        names: the names of the tensors that no parameter uses.
+        stored: all tensors, by name.
         tied_to: the name of the word embedding, if the head is tied to it; else None.
     """
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")

@@ -310,6 +310,6 @@ FAMILIES = _DENSE | MIXTURES
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """Return the Hugging Face model types to try for an export of ``model``, in this order, with their
-    families: the mixture-of-experts types if ``model`` has experts, otherwise the dense types."""
+    """Return {Hugging Face model type: family} to try for an export of ``model``, in order of preference.
+    These are the mixture-of-experts types if ``model`` has experts, otherwise the dense types."""
     return _DENSE if model.moe is None else MIXTURES

@@ -19,12 +19,12 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class Feature:
-    """Converts ``config.json`` keys for which the table `Family.keys` is not sufficient.
+    """Converts ``config.json`` keys by functions, where the mapping `Family.keys` is not sufficient.
 
     Attributes:
-        reads: the keys that ``read`` uses.
-        read: converts a ``config.json`` to keys of our ``Model`` section.
-        write: converts a ``Model`` section to keys of ``config.json``.
+        reads: the ``config.json`` keys that ``read`` uses.
+        read: a function that converts a ``config.json`` to keys of our ``Model`` section.
+        write: a function that converts a ``Model`` section to keys of ``config.json``.
     """
 
     reads: Collection[str] = ()
@@ -39,13 +39,13 @@ class Family:
     Attributes:
         architecture: the name of the class in transformers.
         keys: key of ``config.json`` -> (key of our ``Model`` section, transformers' default). Several of our
-            keys can be given, separated by spaces. The default is a value, a function of the ``config.json``,
-            or NEEDED if the key is required.
-        fixed: keys of our ``Model`` section that have the same value in all networks of this type.
+            keys can be given, separated by spaces. The default is a value, or a function that computes it
+            from the ``config.json``. NEEDED marks a required key.
+        fixed: keys and values of our ``Model`` section that are the same in all networks of this type.
         names: our layer or parameter -> Hugging Face's layer or tensor. ``{}`` stands for the block number,
             ``{expert}`` for the expert number, and ``{part}`` for a part of a fused layer, such as q or gate.
-        features: functions that convert further keys; if two set the same key, the later one wins.
-        other_names: returns further names for a given ``config.json``.
+        features: convert further keys by functions. If two features set the same key, the later one wins.
+        other_names: a function that returns further entries of ``names``, given the ``config.json``.
         part_names: our name for a part of a fused layer -> Hugging Face's name, where the two differ.
         aliases: alternative ``config.json`` keys that transformers accepts -> the keys used here.
         has_in_out_linears: whether linear weights are stored as ``[in, out]``, not ``[out, in]``.
@@ -70,9 +70,10 @@ class Family:
     def variant(
         self, architecture: str, *features: Feature, without: Collection[str] = (), **changes: Any
     ) -> Family:
-        """Make the description of a similar model type from this one.
+        """Return a changed copy of this family, for a similar model type.
 
         Args:
+            architecture: the name of the class in transformers.
             features: features to add.
             without: ``config.json`` keys to remove from ``keys``.
             changes: other fields to change. New entries of ``keys``, ``fixed``, ``names``, ``aliases`` and
@@ -90,8 +91,8 @@ class Family:
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """Replace aliases in a ``config.json`` with the usual keys. Raises CheckpointError if an alias and
-        the usual key have different values."""
+        """Return a copy of a ``config.json`` in which the usual key is set for each alias. Raises
+        CheckpointError if an alias and the usual key have different values."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:
@@ -100,8 +101,8 @@ class Family:
         return made
 
     def model_keys(self, config: Config) -> dict[str, Any]:
-        """Convert a ``config.json`` without null values to keys of our ``Model`` section. Raises
-        CheckpointError if a key is missing, or its value is not supported."""
+        """Convert a ``config.json`` to keys of our ``Model`` section. Keys that are null must have been
+        removed. Raises CheckpointError if a key is missing, or its value is not supported."""
         made = dict(self.fixed)
         for theirs, (ours, default) in self.keys.items():
             value = config.get(theirs, default)
@@ -113,11 +114,11 @@ class Family:
         return nested(made.items())
 
     def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the ``config.json`` of this model type that is closest to ``model``.
+        """Convert ``model`` to a ``config.json`` of this model type. Settings that the model type cannot
+        express are lost.
 
         Args:
-            values: the keys of ``model`` that determine the network, as returned by
-                ``resume_policy.network``.
+            values: the result of ``resume_policy.network(model)``: the keys that determine the network.
         """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
@@ -141,11 +142,11 @@ def value_at(section: Any, name: str) -> Any:
 
 
 def in_layers(row: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Add a transformer block's prefixes to a mapping from our parameter names to Hugging Face's.
+    """Return ``layers`` with the prefix of a transformer block added to each name.
 
     Args:
-        row: Hugging Face's prefix, such as ``model.layers.{}``.
-        layers: the mapping without prefixes.
+        row: Hugging Face's prefix, such as ``model.layers.{}``. Ours is ``decoder.layers.{}``.
+        layers: our name of a layer or parameter in the block -> Hugging Face's name.
     """
     return {f"decoder.layers.{{}}.{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
 
@@ -283,8 +284,8 @@ def rotary_keys(config: Config, base: float = DEFAULT_BASE) -> dict[str, Any]:
     Args:
         base: the default of ``rope_theta``.
 
-    Raises CheckpointError if the settings are invalid or not supported. Also raised if there is no
-    ``head_dim`` and the number of heads does not divide the hidden size.
+    Raises CheckpointError if the settings are invalid or not supported, or if the size of a head cannot be
+    derived: there is no ``head_dim``, and the hidden size is not a multiple of the number of heads.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
@@ -303,8 +304,9 @@ PARTIAL_ROTARY = Feature(
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """Convert a sliding window of n positions, including the current one, to ``attention_window`` = n - 1.
-    The value is None if there is no window, or if the window covers the whole context length."""
+    """Convert the size of a sliding window to our key ``attention_window``. Our value is ``window`` - 1,
+    because it does not count the current position. It is None if there is no window, or if the window covers
+    the whole context length."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -367,8 +369,8 @@ def pattern(
     Args:
         every: the default number of layers in a period. The last layer of each period has no window.
         period: the ``config.json`` keys that can set this number; the first one that is present is used.
-        also: a function that returns further keys of our ``Model`` section, given the ``config.json`` and
-            the keys for the window.
+        also: a function that returns further keys of our ``Model`` section. Its arguments are the
+            ``config.json`` and the result of :func:`pattern_keys`.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -383,8 +385,8 @@ PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
-    """Convert rotary settings for models in which layers with and without a sliding window have different
-    rotary bases.
+    """Convert rotary settings to keys of our ``Model`` section, for models in which layers with and without a
+    sliding window have different rotary bases.
 
     Args:
         config: the ``config.json``.
@@ -392,8 +394,7 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
         base: the default base of layers without a window.
         local: the default base of layers with a window.
 
-    Returns keys of our ``Model`` section. ``local_rotary_base`` is included only if the two kinds of layers
-    differ.
+    ``local_rotary_base`` is set only if the rotary settings of the two kinds of layers differ.
     """
     by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
     usual = {"rope_theta": base, **config}
@@ -414,7 +415,8 @@ def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, loc
 
 
 def hf_rope_by_kind(model: ModelConfig) -> dict[str, Any]:
-    """Make the ``config.json`` key ``rope_parameters`` for layers with and without a sliding window."""
+    """Make ``rope_parameters`` for a ``config.json``, with separate rotary settings for layers with and
+    without a sliding window."""
     usual = hf_rope(model)
     base = {"rope_theta": usual["rope_theta"]}
     return {

@@ -1,5 +1,5 @@
-"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section. Older models have the
-same keys in ``config.json``, which is converted in this case."""
+"""Convert a Hugging Face ``generation_config.json`` to our ``Generation`` section. Older models have no such
+file. Their generation keys are in ``config.json``, and are read from there."""
 
 from __future__ import annotations
 
@@ -96,12 +96,13 @@ def generation_defaults(
 
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
-    """Convert transformers' generation defaults to our keys. Also returns a description of each default
-    that cannot be converted.
+    """Convert transformers' generation defaults to keys of our `Generation` section. Also returns a
+    description, such as ``top_h = 0.5``, of each default that cannot be converted.
 
     Args:
         said: the content of a ``generation_config.json`` or a ``config.json``.
-        is_own_file: whether ``said`` comes from a ``generation_config.json``.
+        is_own_file: whether ``said`` comes from a ``generation_config.json``. If not, unknown keys are
+            ignored, because most keys of a ``config.json`` do not concern generation.
     """
     given = {key: value for key, value in said.items() if value is not None}
     samples, beams = given.get("do_sample") is True, given.get("num_beams")

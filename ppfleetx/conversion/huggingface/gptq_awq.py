@@ -52,9 +52,9 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight consecutive outputs in a
 
 
 def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ``quantization_config`` of a ``config.json`` with its string values in lower case, and with
-    ``group_size`` 128 if it has none. None if there is no ``quantization_config``. Raises CheckpointError if
-    the quantization is not supported."""
+    """Return the ``quantization_config`` of a ``config.json``; None if there is none. String values are
+    converted to lower case, and ``group_size`` is 128 if it is missing. Raises CheckpointError if the
+    quantization is not supported."""
     given = hf_config.get(QUANTIZATION)
     if given is None or given == {}:
         return None
@@ -86,9 +86,14 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
 def dequantized(
     tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
 ) -> dict[str, LazyTensor]:
-    """Replace the quantized tensors of each linear layer with one lazy tensor, the dequantized weight. The
-    weight is ``[in, out]`` if ``in_out``, else ``[out, in]``, and has the element type of the scales.
-    Raises CheckpointError if a tensor is missing or invalid."""
+    """Return ``tensors`` with the quantized tensors of each linear layer replaced by one lazy tensor, the
+    dequantized weight. It has the element type of the scales.
+
+    Args:
+        in_out: whether the dequantized weights are ``[in, out]``. If not, they are ``[out, in]``.
+
+    Raises CheckpointError if a tensor is missing or invalid.
+    """
     scheme = quantization(hf_config)
     found = dict(tensors)
     if scheme is None and any(name.endswith(".qweight") for name in tensors):
@@ -165,7 +170,7 @@ def _weight(
 
 def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
     """Unpack a matrix of 32-bit words to 4- or 8-bit integers. Each word becomes consecutive elements along
-    ``axis``."""
+    ``axis``. AWQ permutes the integers in each word; if ``is_awq``, this is undone."""
     fields = [
         (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
     ]

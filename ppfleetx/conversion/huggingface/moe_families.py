@@ -32,8 +32,8 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Return the setting of our ``Model`` section that says which layers have experts: all layers except
-    ``dense``. It is ``moe.first_dense_layers`` if only leading layers are dense, otherwise ``moe.layers``.
+    """Return the key of our ``Model`` section that says which layers have experts, with its value. The key is
+    ``moe.first_dense_layers`` if only leading layers are dense, otherwise ``moe.layers``.
 
     Args:
         dense: the numbers of the layers without experts.
@@ -220,7 +220,7 @@ def _experts_of_deepseek(
 
     Args:
         first_dense: the default number of leading layers without experts.
-        read: a function that returns the ``config.json`` to convert, given the original one.
+        read: a function that is applied to the ``config.json`` before the conversion.
     """
     return Feature(
         {

@@ -23,10 +23,11 @@ _HEAD = "lm_head.weight"
 def to_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a model directory with Hugging Face's names and layout. Only the tensors of a
-    Llama that Paddle's libraries wrote are changed.
+    """Return the tensors of a model directory with Hugging Face's names and layout. This changes only Llama
+    models that PaddleNLP or PaddleFormers wrote.
 
     Args:
+        stored: the tensors as they are in the files.
         config: the ``config.json``.
         keys: ``config`` converted to our `Model` section.
 
@@ -94,8 +95,13 @@ def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index],
 
 
 def _is_head_in_out(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, directory: Path) -> bool:
-    """Return whether the head is ``[hidden, vocabulary]``, as in PaddleNLP and older PaddleFormers. Raises
-    CheckpointError if the head is square and nothing shows its layout."""
+    """Return whether the head is stored as ``[hidden, vocabulary]``, as in PaddleNLP and older PaddleFormers.
+
+    Args:
+        is_of_nlp: whether PaddleNLP wrote the model. This decides the layout of a square head.
+
+    Raises CheckpointError if PaddleFormers wrote a square head that is not tied. Its layout is unknown.
+    """
     vocab, hidden = keys["vocab_size"], keys["hidden_size"]
     if vocab == hidden and not keys["tie_word_embeddings"]:
         if is_of_nlp:

@@ -32,8 +32,8 @@ class Stored:
     """The tensors of a model directory, with the names and shapes that they have in the files.
 
     Attributes:
-        formats: the formats of the files: `pt` for a PyTorch pickle, `pdparams` for a Paddle pickle. For a
-            safetensors file, the ``format`` in its metadata, such as `pt`; None if the metadata have none.
+        formats: the formats of the files. A PyTorch pickle has the format `pt`, and a Paddle pickle
+            `pdparams`. A safetensors file has the ``format`` in its metadata, such as `pt`, or None.
     """
 
     tensors: dict[str, LazyTensor]

@@ -52,7 +52,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Return warnings about the rotary settings of a ``config.json``, one sentence each."""
+    """Return warnings for the user about the rotary settings of a ``config.json``."""
     places = [config.get(place) or {} for place in PLACES]
     of_layers = [place["full_attention"] for place in places if "full_attention" in place]
     if any(_kind(one) == "dynamic" for one in (*places, *of_layers)):
@@ -87,7 +87,8 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename the rotary keys of a GPT-NeoX ``config.json`` to those of other model types."""
+    """Return ``config`` with the usual names for rotary keys, such as ``rope_theta``. Older GPT-NeoX models
+    use other names."""
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
@@ -96,9 +97,9 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return (key, value) for the ``config.json`` key that applies: ``rope_scaling`` or
-    ``rope_parameters``. Raises CheckpointError if the value has different settings for different kinds of
-    layers."""
+    """Return the name and value of the ``config.json`` key with the rotary settings: ``rope_scaling`` if it
+    is set, otherwise ``rope_parameters``. Raises CheckpointError if the value has separate settings for
+    different kinds of layers."""
     # transformers 5 makes the same choice.
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
@@ -154,8 +155,8 @@ def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) ->
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that only YaRN has. As in transformers, a beta or mscale of 0 is treated as
-    missing."""
+    """Return YaRN's settings other than the factor and the original context length. As in transformers, 0
+    counts as missing for ``beta_fast``, ``beta_slow``, ``mscale`` and ``mscale_all_dim``."""
     values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
     values["truncate"] = bool(given.get("truncate", True))
     if given.get("attention_factor") is not None:

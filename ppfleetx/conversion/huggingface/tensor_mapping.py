@@ -34,8 +34,8 @@ class Rule:
         ours: the name of our parameter.
         theirs: the names of Hugging Face's tensors, ordered by expert and then by part.
         shape: the shape of our parameter, without vocabulary padding.
-        parts: the parts of a fused parameter, such as q, k and v. Empty if Hugging Face's tensor is not
-            joined or reordered.
+        parts: the parts of a fused parameter, such as q, k and v. Empty if the parameter is not fused, or if
+            Hugging Face's tensor is fused in the same order.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
         num_experts: the number of experts, if each expert has its own tensors; else None.
         num_heads: the number of heads, if Hugging Face's tensor is ``[heads, size]`` and ours a vector; else
@@ -133,15 +133,17 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """Return the conversion rules of all our parameters, in model order. The measured loads of experts have
-    no rule, because Hugging Face does not store them. Raises UserError if the network is not supported."""
+    """Return one conversion rule for each of our parameters, in model order. The measured loads of experts
+    have no rule, because Hugging Face does not store them. Raises UserError if the network is not
+    supported."""
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
 def expert_loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """Make the tensors in which training records the load of each expert, with their initial values."""
+    """Return the router tensors that record the load of each expert in training, with their initial values.
+    The keys are our parameter names."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()
