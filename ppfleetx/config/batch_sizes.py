@@ -22,8 +22,10 @@ class Ramp:
     """Stepwise growth of the batch size or the sequence length, like Megatron-LM's ``--rampup-batch-size``.
 
     Attributes:
-        start: the first size; each further stage adds ``increment``.
+        start: the first size.
+        increment: how much the size grows in each step of the ramp.
         samples: the number of training sequences after which the size is ``full``.
+        full: the final size.
     """
 
     start: int
@@ -130,8 +132,8 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
-    """Raise RuleError unless ``ramp`` reaches the full batch size in whole increments and every batch size is
-    a multiple of ``per_pass``. Megatron-LM has the same rules.
+    """Raise RuleError if ``ramp`` breaks a rule, like Megatron-LM: the full batch size must be reached in
+    whole increments, and every batch size must be a multiple of ``per_pass``.
 
     ``per_pass`` is the number of sequences in one forward pass on all ranks.
     """

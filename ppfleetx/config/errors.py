@@ -44,7 +44,8 @@ class UserError(ValueError):
 
 @contextmanager
 def naming(option: str, value: object) -> Iterator[None]:
-    """Context manager that puts ``option = value:`` before the message of a CheckpointError raised inside."""
+    """Context manager for a block that may raise a CheckpointError. Puts ``option = value:`` before the
+    message of the error."""
     try:
         yield
     except CheckpointError as error:
@@ -107,9 +108,10 @@ class CheckpointError(UserError):
 
 
 class RuleError(ValueError):
-    """Configuration values that are valid one by one but do not fit together.
+    """Configuration values are valid one by one but do not fit together.
 
-    ``keys`` are the dotted keys of these values within the section; the most likely mistake comes first.
+    ``keys`` are the dotted keys of these values, relative to their section. The key that is most likely wrong
+    comes first.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:

@@ -68,8 +68,8 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
 
 
 def accepts_only_strings(annotation: Any) -> bool:
-    """Whether a field accepts only strings (or null) as single values, so that ``007`` in YAML stays a
-    string."""
+    """Whether a field accepts strings (or null) but no other scalars, such as numbers. In such a field,
+    ``007`` in YAML stays a string."""
     scalars = []
     for part in members(annotation):
         bare = _bare(part)

@@ -112,8 +112,10 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
 
 
 def _find(tree: Node, pattern: str, above: str = "") -> Iterator[tuple[Node, str, str]]:
-    """Yield each key in ``tree`` that matches the dotted key ``pattern``, in which ``*`` matches any name, as
-    (mapping that has the key, last part of the key, full key)."""
+    """Yield each key in ``tree`` that matches the dotted key ``pattern``, in which ``*`` matches any name.
+
+    Each result is (mapping that contains the key, last part of the key, full dotted key).
+    """
     first, _, rest = pattern.partition(".")
     names = list(tree.value) if isinstance(tree.value, dict) else []
     for name in names:
@@ -207,10 +209,11 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set ``Model.module``, if it is missing, to the task of the configured datasets. Yields warnings.
+    """Set ``Model.module``, if it is missing, to the task that the configured dataset is for. Yields
+    warnings.
 
-    FleetX's later configuration files do not name the task. A section ``Data.Eval`` with a dataset for
-    offline evaluation is removed, because ``Offline_Eval`` replaces it.
+    FleetX's later configuration files do not name the task. If the dataset of ``Data.Eval`` is for offline
+    evaluation, ``Data.Eval`` is removed, because section ``Offline_Eval`` replaces it.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -229,7 +232,12 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Replace or remove limits of -1 in section ``Engine`` if ``run_mode`` is ``epoch``. Yields warnings."""
+    """Rewrite limits of -1 in section ``Engine``, which mean "no limit", if ``run_mode`` is ``epoch``. Yields
+    warnings.
+
+    ``max_steps`` becomes a very large number. ``eval_iters`` and ``test_iters`` are removed, so their
+    defaults apply.
+    """
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -351,7 +359,8 @@ def _checked_moe_keys(section: Node) -> dict[str, Node]:
 
 
 def _convert_moe_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """Convert FleetX's section ``moe_configs``. Returns (values of ``Model.moe``, expert-parallel degree)."""
+    """Convert FleetX's section ``moe_configs`` to keys of ``Model.moe``. Returns (these keys and their
+    values, expert-parallel degree)."""
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
         raise ConfigError(
@@ -401,17 +410,17 @@ def _convert_flat_moe(flat: dict[str, Node], model: dict[str, Node]) -> dict[str
 
 
 def _section(tree: Node, name: str) -> dict[str, Node]:
-    """The keys of the top-level section ``name``, to be changed in place.
+    """Return the keys and values of the top-level section ``name`` as a dict that may be changed in place.
 
-    For a missing section, this is a new dict that is not part of ``tree``.
+    If the section is missing, the dict is new and not part of ``tree``.
     """
     node = tree.value.get(name)
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def _count(section: str, keys: dict[str, Node], key: str, default: int) -> int:
-    """Return the value of ``key`` in ``keys``, which must be an integer of at least 1; ``default`` if the key
-    is missing or null. A trailing comma is ignored."""
+    """Return the integer at ``key`` in ``keys``, or ``default`` if the key is missing or null. A trailing
+    comma is ignored. Raises ConfigError if the value is not an integer of at least 1."""
     node = keys.get(key)
     if node is None or node.value is None:
         return default

@@ -1,4 +1,4 @@
-"""Find options that another key makes ineffective, and keys or libraries that a run needs but lacks."""
+"""Find options that have no effect in a run, and required keys or libraries that are missing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _MANIFEST = "manifest.json"  # a configuration in the same directory is part of 
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Return sentences that name the options that the user set but that have no effect in this run, and why.
+    """Return messages about options that the user set but that have no effect in this run. Each message gives
+    the reason.
 
-    Only known cases are found. An option that a file sets to its default is not listed. If several rules
-    apply to an option, the reason is that of the first rule.
+    Only known cases are found. An option that a file sets to its default is not listed. Each option is listed
+    once, with the reason of the first rule that applies to it.
     """
     reasons, origins = [], cfg.origins
     named: set[str] = set()
@@ -78,7 +79,8 @@ def _off_unless(keys: str, key: str, value: Any) -> SwitchedOff:
 
 
 def _others(section: str, of: type[Section], switch: str) -> str:
-    """Return the string ``SECTION: KEY KEY ...`` with all keys of the class ``of`` except ``switch``."""
+    """Return the string ``SECTION: KEY KEY ...`` with all keys of a section except ``switch``. ``section`` is
+    its dotted name, and ``of`` its class."""
     return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 
@@ -347,8 +349,8 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_preset(place: str) -> bool:
-    """Whether ``place`` is in a shipped configuration, a checkpoint or a model, so the user did not set the
-    value."""
+    """Whether a value comes from a shipped configuration, a checkpoint or a model, and not from the user.
+    ``place`` is where the value was written, such as ``file:line``."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
@@ -362,8 +364,8 @@ def _default(cfg: RunConfig, key: str) -> Any:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """Return a list with one message if a dataset of the run needs ``Data.tokenizer`` to encode text and the
-    key is not set; otherwise an empty list."""
+    """Return a list with one message if the run needs ``Data.tokenizer`` but it is not set; otherwise an
+    empty list. Datasets that read text files need the tokenizer."""
     splits = {name: getattr(cfg.Data, name) for name in MODES}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:

@@ -28,11 +28,11 @@ sections."""
 
 
 def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path``, merged over its base files. Returns the tree, and warnings about old spellings.
+    """Read ``path`` and merge it over its base files. Returns the tree, and warnings about old spellings.
 
     Args:
-        chain: the files whose ``_base_`` led to ``path``, in order.
-        entry: the key, value and place of the ``_base_`` entry that names ``path``, for messages.
+        chain: the files through whose ``_base_`` entries ``path`` was reached, from the first to the last.
+        entry: for messages, the ``key``, ``value`` and ``place`` of the ``_base_`` entry that names ``path``.
     """
     if path.resolve() in map(Path.resolve, chain):
         names = " -> ".join(one.name for one in (*chain, path))
@@ -45,7 +45,8 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
     merged tree, and warnings about old spellings.
 
     Args:
-        chain: the files being read; each is a base of the one before, and the last one holds ``tree``.
+        chain: the files that are being read. Each names the next one in its ``_base_``. The last one contains
+            ``tree``.
     """
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)  # before merging, so that an old key overrides the new key in a base
@@ -70,11 +71,12 @@ def load_config(
     Args:
         path: a YAML file, a directory with a ``config.yaml``, or the name of a shipped configuration.
         overrides: strings ``Section.key=value`` or :class:`Setting` objects, applied in order.
-        world_size: the number of processes. The parallel degrees must multiply to it; an unset ``dp_degree``
-            is derived from it. None: unknown, and an unset ``dp_degree`` is 1.
+        world_size: the number of processes, which must equal the product of the parallel degrees. An unset
+            ``dp_degree`` is derived from it. None: unknown; then an unset ``dp_degree`` is 1.
 
     Raises:
-        ConfigError: something is wrong; the message has key, value, place and rule.
+        ConfigError: the configuration has a mistake. The message shows the key, its value, where it was
+            written, and the rule that it breaks.
     """
     cfg, origins, warnings = read_config(path, overrides)
     return resolve(cfg, origins, warnings, world_size)
@@ -85,10 +87,12 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 
     Args:
         warnings: warnings from the translation; they become warnings of the returned configuration.
-        world_size: the number of processes. The parallel degrees must multiply to it; None: unknown.
+        world_size: the number of processes, which must equal the product of the parallel degrees; None:
+            unknown.
 
     Raises:
-        ConfigError: something is wrong; the message has key, value, place and rule.
+        ConfigError: the configuration has a mistake. The message shows the key, its value, where it was
+            written, and the rule that it breaks.
     """
     cfg, origins = validate(tree)
     return resolve(cfg, origins, tuple(warnings), world_size)
@@ -100,11 +104,12 @@ def read_config(
     """Read a YAML configuration and validate each of its sections.
 
     Derived values are not filled in, and rules between sections are not checked. The arguments have the same
-    meaning as in :func:`load_config`. Returns the configuration, the place of every value by dotted key, and
-    warnings.
+    meaning as in :func:`load_config`. Returns the configuration, where each value was written (by dotted
+    key), and warnings.
 
     Raises:
-        ConfigError: something is wrong; the message has key, value, place and rule.
+        ConfigError: the configuration has a mistake. The message shows the key, its value, where it was
+            written, and the rule that it breaks.
     """
     if isinstance(path, Sections):
         tree, warnings = _over_bases(node_of(path.values, path.place), (Path(CONFIG_FILE),))
@@ -161,7 +166,8 @@ _ADVICE = (
 
 
 def _refuse_foreign(tree: Node) -> None:
-    """Raise ConfigError if ``tree`` has options of another toolkit, and no section of ppfleetx."""
+    """Raise ConfigError if ``tree`` is the configuration of another toolkit: it has several options of that
+    toolkit, but no section of ppfleetx."""
     if not tree.value.keys().isdisjoint(RunConfig.model_fields):
         return
     known = {key: ours for key in _all_keys(tree) if (ours := ppfleetx_key(key)) is not None}

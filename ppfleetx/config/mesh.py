@@ -15,7 +15,7 @@ class RankGrid:
     """One arrangement of a job's ranks as a grid with named axes, for dense parameters or for experts.
 
     Attributes:
-        axes: all axes, from the slowest to the fastest changing one in the global rank.
+        axes: all axes, from the outermost to the innermost. Consecutive ranks differ along the innermost.
         tensor: the axis of tensor parallelism.
         replicas: the axes over which gradients are summed.
         owners: the axis of ZeRO sharding.
@@ -46,11 +46,15 @@ Ranks = tuple[int, ...]
 
 
 def levels_of(ranks: Sequence[int], per_node: int) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Split ``ranks`` into groups between nodes and groups within a node, for a two-level collective.
+    """Split ``ranks`` into groups for a two-level collective: groups between nodes, and groups within a node.
 
-    Returns (groups between nodes, groups within a node), both in the order of ``ranks``, or None if ``ranks``
-    cannot be divided into two levels. ``per_node`` is the number of the job's ranks on each node. The job's
-    ranks must be numbered node by node, and ``ranks`` must be sorted.
+    Returns (groups between nodes, groups within a node), or None if ``ranks`` cannot be divided into two
+    levels. For example, with 4 ranks per node, the ranks 0, 1, 4, 5 have the groups (0, 4) and (1, 5) between
+    nodes, and (0, 1) and (4, 5) within a node.
+
+    Args:
+        ranks: sorted global ranks. The ranks of the job must be numbered node by node.
+        per_node: the number of the job's ranks on each node.
     """
     on_nodes = Counter(rank // per_node for rank in ranks)
     inside = len(ranks) // len(on_nodes)

@@ -10,7 +10,7 @@ _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 def counted(count: int, noun: str, spec: str = "") -> str:
     """Write a number with its noun, in the plural where needed: ``1 process``, ``3 corpora``.
 
-    ``noun`` is in the singular. ``spec`` is the format of the number, as in a format string.
+    ``noun`` is in the singular. ``spec`` is the format specification of the number, such as ``,``.
     """
     *before, last = noun.split(" ")
     if count != 1:

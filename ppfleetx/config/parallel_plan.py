@@ -1,6 +1,7 @@
-"""Parallel plans, the table of rules that a legal plan satisfies, and the order of passes in a pipeline.
+"""Parallel plans, the rules that a legal plan satisfies (:data:`LEGAL`), and the order of passes in a
+pipeline.
 
-Loading a configuration, the planner, the documentation and the test matrix all use this one table.
+Loading a configuration, the planner, the documentation and the test matrix all use these rules.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ParallelPlan:
 
     @property
     def num_chunks(self) -> int:
-        """The number of pieces into which the pipeline cuts the model: pp x virtual_pp_degree."""
+        """The number of chunks into which the pipeline divides the model's layers: pp x virtual_pp_degree."""
         return self.pp * self.virtual_pp_degree
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
@@ -162,11 +163,12 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The facts about a run that decide whether a parallel plan is legal: sizes that the plan must divide
-    evenly, and whether the optimizer needs whole matrices (Muon).
+    """The properties of a run that decide whether a parallel plan is legal. Most are sizes that the plan must
+    divide evenly.
 
     A value of None is unknown and is not checked. ``num_groups`` is the number of key/value heads.
-    ``num_experts`` of a dense model is 0.
+    ``num_experts`` of a dense model is 0. ``needs_whole_matrices`` says whether the optimizer updates whole
+    matrices, as Muon does.
     """
 
     num_layers: int | None = None
@@ -186,8 +188,9 @@ class PlanRule:
     """One condition that a legal parallel plan satisfies for a workload.
 
     Attributes:
-        reads: the fields that the condition needs, beginning with the most likely mistake.
-        sentence: the condition in words, with format fields for the numbers.
+        reads: the fields of the plan and the workload that the condition uses. The field that is most likely
+            wrong comes first.
+        sentence: the condition in words, as a format string for the values of these fields.
     """
 
     reads: tuple[str, ...]
@@ -303,7 +306,8 @@ kind of parallelism."""
 
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[RuleError]:
-    """Return an error for each rule in :data:`LEGAL` that ``plan`` breaks for the sizes in ``work``."""
+    """Return an error for each rule in :data:`LEGAL` that ``plan`` breaks. ``work`` has the sizes of the
+    model and the run."""
     found, work = [], work or Workload()
     for rule in LEGAL:
         values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
@@ -315,10 +319,10 @@ def violations(plan: ParallelPlan, work: Workload | None = None) -> list[RuleErr
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """List the legal parallel plans of ``world_size`` processes for the sizes in ``work``.
+    """List the legal parallel plans of ``world_size`` processes for the workload ``work``.
 
-    The plans have at most two virtual stages per rank, and no ``pp_layers``, expert parallelism or ZB-H1.
-    Offload is combined with only some plans.
+    Plans with ``pp_layers``, expert parallelism, ZB-H1 or more than two virtual stages per rank are left out.
+    Only some of the other plans are also tried with offload.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -365,7 +369,7 @@ def _offloads(plan: ParallelPlan) -> bool:
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan:
     """Return a legal plan of ``world_size`` processes that is close to ``plan``.
 
-    Plans that differ from ``plan`` only in degrees are preferred.
+    A plan that changes only the degrees of ``plan`` is preferred to one that changes other settings too.
     """
     kept = {key: getattr(plan, key) for key in _OPTIONS}
     near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
@@ -384,7 +388,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return a copy of ``plan`` with degrees of expert parallelism near those of the plan ``like``.
+    """Return a copy of ``plan`` whose degrees of expert parallelism are close to those of the plan ``like``.
 
     ``ep`` is the highest legal divisor of ``like.ep``. ``expert_mp`` is ``like.expert_mp`` or, if that is not
     legal, 1. Returns ``plan`` itself if none of these degrees is legal.

@@ -1,6 +1,6 @@
 """The registries of the parts that a configuration names (optimizers, datasets, norms, ...).
 
-Traits are the facts about a part that must be known before Paddle is imported. ``docs/extending.md`` shows
+Traits are the properties of a part that must be known before Paddle is imported. ``docs/extending.md`` shows
 how to add parts.
 """
 
@@ -343,13 +343,14 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """Return the names of the tasks with a trait as one string, such as ``GPTModule,
-    GPTGenerationModule``."""
+    """Return the names of all tasks that have a trait, as one string such as ``GPTModule,
+    GPTGenerationModule``. ``trait`` is a field of :class:`ModuleTraits`, such as ``classifies``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 
 def unknown_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> Iterator[RuleError]:
-    """Yield an error for each key of ``options`` that the registered part ``name`` does not accept."""
+    """Yield an error for each key of ``options`` that is not in ``takes``, the options of the registered part
+    ``name``."""
     for option in options:
         if option not in takes:
             listed = f"it takes {', '.join(takes)}" if takes else "it takes none"

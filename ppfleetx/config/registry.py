@@ -30,7 +30,8 @@ Only the command line and the environment can name a plugin, because importing i
 
 @dataclass(frozen=True)
 class Entry(Generic[TraitsT]):
-    """A registered part, or the string ``package.module:attribute`` that names it, with its traits."""
+    """A registered part and its traits. ``target`` is the part itself, or the string
+    ``package.module:attribute`` that names it."""
 
     target: Any
     traits: TraitsT
@@ -64,7 +65,7 @@ class Registry(Generic[TargetT, TraitsT]):
 
         Args:
             target: the part, or the string ``package.module:attribute`` that names it.
-            traits: facts about the part that must be known before it is imported.
+            traits: properties of the part that must be known before it is imported.
 
         Raises:
             ConfigError: the name is taken or has spaces, or the traits are of the wrong type.
@@ -92,13 +93,13 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The class or function registered as ``name``, or the string ``package.module:attribute`` if that
-        was registered in its place. Nothing is imported."""
+        """What was registered as ``name``: a class or function, or a string ``package.module:attribute`` that
+        names one. Nothing is imported."""
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """Return the class or function registered as ``name``. If it was registered by a string,
-        ``package.module:attribute``, it is imported first."""
+        """Return the class or function registered as ``name``. If a string ``package.module:attribute`` was
+        registered, the object that it names is imported."""
         return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
@@ -155,7 +156,7 @@ class Registry(Generic[TargetT, TraitsT]):
 
 @dataclass(frozen=True)
 class Registered:
-    """Annotation of a field whose value is a name in ``registry``: ``Annotated[str, Registered(NORMS)]``."""
+    """Annotation of a field that must hold a name in ``registry``: ``Annotated[str, Registered(NORMS)]``."""
 
     registry: Registry[Any, Any]
 
@@ -179,15 +180,16 @@ class Registered:
 
 
 def _described(part: Any) -> str:
-    """Describe ``part`` as ``package.module.Part``, or by value if it is neither a function nor a class."""
+    """Return ``package.module.Part`` for a function or class, and the shortened ``repr`` of any other
+    ``part``."""
     if not hasattr(part, "__qualname__"):
         return shown(part)
     return f"{part.__module__}.{part.__qualname__}"
 
 
 def load_target(target: Any) -> Any:
-    """Import and return the object that the string ``package.module:attribute`` names. If ``target`` is not a
-    string, it is returned unchanged.
+    """Import and return the object that ``target`` names in the form ``package.module:attribute``. If
+    ``target`` is not a string, it is returned unchanged.
 
     Raises:
         ConfigError: there is no such module or attribute, or the string has another form.

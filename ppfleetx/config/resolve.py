@@ -54,7 +54,8 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose values in ``resolved`` were derived, not given."""
+    """Yield the dotted keys whose values were derived. ``given`` is a section as the user wrote it, and
+    ``resolved`` is the same section with derived values filled in."""
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
         if isinstance(before, Section):
@@ -94,7 +95,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 
 
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
-    """Return the ``-o`` options that change ``plan`` into the plan ``near``, as one string for a message.
+    """Return the ``-o`` options that turn ``plan`` into the plan ``near``, joined by spaces for a message.
     Only the degrees of ``axes`` are compared."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
     values = {axis: getattr(near, axis) for axis in changed}
@@ -115,7 +116,7 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
 def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
     """Return the batch sizes, and warnings.
 
-    An ``accumulate_steps`` in a file that contradicts the other sizes is ignored with a warning.
+    If a file sets an ``accumulate_steps`` that contradicts the other sizes, it is ignored with a warning.
     """
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
@@ -192,7 +193,8 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Limit ``max_seq_len`` to the model's context length in datasets that do not set it."""
+    """Return ``cfg`` with the default of ``max_seq_len`` in each dataset limited to the model's context
+    length. A ``max_seq_len`` that the user set is kept."""
     longest = cfg.Model.max_position_embeddings
     for mode in MODES:
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

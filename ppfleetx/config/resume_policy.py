@@ -165,7 +165,8 @@ class Change:
 
 
 def effect_of(key: str) -> Effect:
-    """What the dotted ``key`` affects. Raises KeyError if the table does not contain the key."""
+    """Return the effect of the dotted ``key``, or of the nearest section around it that is in the table.
+    Raises KeyError if there is none."""
     found: str | None = key
     while found:
         if found in _EFFECTS:
@@ -175,7 +176,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """List the keys with the given effect on a resumed run.
+    """List the keys that have the effect ``effect``.
 
     A section in the list stands for all its keys that have no entry of their own in the table.
     """
@@ -194,7 +195,8 @@ def network(
     """Return the keys and values of section ``Model`` that determine the network, without adapters.
 
     Only keys with one of the ``effects`` are returned. A null is replaced by the value that it stands for. A
-    key without effect has the value None. Two models have the same network if these mappings are equal.
+    key that this model does not use, such as ``rotary_base`` without rotary positions, has the value None.
+    Two models have the same network if these mappings are equal.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -217,10 +219,10 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
-    """List the keys that have different values in a checkpoint and in ``cfg``.
+    """List the keys whose values differ between a checkpoint and ``cfg``, with both values.
 
-    Only keys with one of the ``effects`` are compared. ``saved`` is the configuration in the checkpoint's
-    manifest. A key missing there counts as its default.
+    ``saved`` is the configuration in the checkpoint's manifest. A key that is missing there has its default.
+    Only keys with one of the ``effects`` are compared.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)
@@ -228,8 +230,8 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """Return ``key`` with its two values. If a section around ``key`` is null in one of the configurations,
-    return that section with its two values instead."""
+    """Return ``key`` with its values in the configurations ``saved`` and ``now``. If a section around ``key``
+    is null in one of them, return that section with its two values instead."""
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

@@ -27,8 +27,8 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def check_one_process(cfg: RunConfig, what: str, processes: int = 1) -> None:
-    """Raise ConfigError if the parallel plan has several ranks or the launcher has started several
-    ``processes``. ``what`` is the subject of the message: the program that runs in one process only."""
+    """Raise ConfigError if the parallel plan has several ranks, or if the launcher has started several
+    ``processes``. ``what`` names the program, which runs in one process only, for the message."""
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"{what} runs in one process with the whole model, unlike the plan ({cfg.plan}). A checkpoint of "
@@ -97,9 +97,11 @@ def _plan(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """Return the sequence length in tokens of each dataset that the run reads, by configuration key. If the
-    length grows in training, the key ``Global.rampup_seq_len`` is added; its value is a common divisor of all
-    lengths of the ramp."""
+    """Return the sequence length in tokens of each dataset that the run reads, by configuration key.
+
+    If the length grows in training, the result also has the key ``Global.rampup_seq_len``. Its value divides
+    every length that training uses.
+    """
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
@@ -116,7 +118,7 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 
 
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
-    """Return the facts about a run that decide whether a parallel plan is legal.
+    """Return the properties of a run that decide whether a parallel plan is legal.
 
     ``seq_len`` is the greatest common divisor of all sequence lengths in the run.
     """
@@ -129,7 +131,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 def model_workload(
     model: ModelConfig, seq_len: int | None, accumulate_steps: int | None, *, needs_whole_matrices: bool
 ) -> Workload:
-    """Return the facts about a model and its training that decide whether a parallel plan is legal. An
+    """Return the properties of a model and its training that decide whether a parallel plan is legal. An
     argument of None is unknown, and rules about it are not checked."""
     moe = model.moe
     return Workload(
@@ -152,8 +154,8 @@ def sequence_length(cfg: RunConfig) -> int:
 
 
 def expert_message_bytes(cfg: RunConfig) -> float:
-    """The mean number of bytes of hidden states that a rank sends, in one layer, to one rank of its
-    expert-parallel group."""
+    """The mean size in bytes of a message from one rank to another in an expert-parallel group. The message
+    holds the hidden states that one layer sends to the experts on the other rank."""
     model, plan = cfg.Model, cfg.plan
     rows = cfg.batch.micro_batch_size * sequence_length(cfg) * model.moe.top_k / (plan.sep * plan.mp)
     return rows / plan.ep * model.hidden_size * (2 if cfg.Engine.mix_precision.enable else 4)
@@ -246,8 +248,8 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def unusable_fused_ops(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """Return the fused operators for matrix products that a run with this configuration cannot use, each with
-    the reason. The result is empty for runs in float32."""
+    """Return the fused operators that a run with this configuration cannot use, each with the reason. Only
+    operators for matrix products are considered. The result is empty for runs in float32."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}

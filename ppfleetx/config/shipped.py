@@ -101,7 +101,8 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """Return the contents of a configuration file and its ``_base_`` files, by their paths in the copy.
+    """Return the contents of a configuration file and its ``_base_`` files, for a copy. The keys of the
+    result are the paths of the files in the copy.
 
     ``_base_`` entries in the contents are changed to the new paths.
     """

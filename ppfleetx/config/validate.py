@@ -79,7 +79,7 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
     """Convert ``node`` to plain Python values for a field of type ``annotation``.
 
-    The place of each value is added to ``origins``.
+    Where each value was written is added to ``origins``, by dotted key.
     """
     if key:
         origins[key] = node.place
@@ -189,8 +189,8 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
 
 
 def _place_of(key: str, origins: dict[str, str]) -> str | None:
-    """Return the place where ``key`` was written or, if that is unknown, the place of the nearest section
-    around ``key``; None if no place is known."""
+    """Return where ``key`` was written, such as ``file:line``. If that is unknown, return where the nearest
+    section around ``key`` was written, or else None."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
     return origins.get(key)

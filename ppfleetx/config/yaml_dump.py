@@ -46,7 +46,7 @@ def dump_config(cfg: RunConfig) -> str:
 
 
 def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every value in nested mappings; an empty mapping is a value."""
+    """Yield (dotted key, value) for every value in nested mappings. An empty mapping counts as a value."""
     if not isinstance(tree, dict) or (prefix and not tree):
         yield prefix, tree
         return
@@ -62,7 +62,8 @@ def without_derived(cfg: RunConfig) -> dict[str, Any]:
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any] | None) -> dict[str, Any]:
     """Convert ``section`` to nested plain values.
 
-    Derived values are left out or, if ``derived`` is a list, appended to it and replaced by placeholders.
+    If ``derived`` is None, derived values are left out. If it is a list, they are appended to it, and the
+    result has placeholders in their place.
     """
     plain = section.model_dump()
     for name in type(section).model_fields:

@@ -66,7 +66,7 @@ class CallRecord:
         names: names of process groups, such as "mp", by Paddle's group id.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.
-        helper: prefix of the names of the threads for which the main thread waits; "" if it waits for none.
+        helper: the main thread waits for threads whose names begin with this prefix; "" if it waits for none.
         polls: whether the main thread polls the other ranks while it waits for these threads.
         failed, failure: the last call that failed, and its error; None if no call has failed.
     """
@@ -100,8 +100,8 @@ class CallRecord:
     @contextlib.contextmanager
     def awaiting(self, helper: str, *, polls: bool = False) -> Iterator[None]:
         """Context manager in which the main thread waits for threads whose names begin with ``helper``. With
-        ``polls``, the main thread polls the other ranks until the threads of all ranks are done; the watchdog
-        does not count the polls as progress."""
+        ``polls``, the main thread also asks the other ranks again and again whether their threads are done.
+        The watchdog does not count these polls as progress."""
         before = self.helper, self.polls
         self.helper, self.polls = helper, polls
         try:
@@ -161,14 +161,14 @@ class CallRecord:
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> list[tuple[Any, dict[tuple[str, int], int]]]:
-        """Return each process group with the numbers of its calls so far. The key ``("", -1)`` counts the
-        collectives, ``(">", 2)`` the messages to rank 2 of the group, and ``("<", 2)`` the messages from
-        rank 2."""
+        """Return each process group with a dictionary that counts its calls so far. The key ``("", -1)``
+        counts the collectives, ``(">", 2)`` the messages to rank 2 of the group, and ``("<", 2)`` the
+        messages from rank 2."""
         return [(group, dict(counts)) for group, counts in list(self._counts.values())]
 
     def waited_for(self, thread: int) -> Call | None:
-        """Return the call in which ``thread`` is waiting, or None. A polling thread also counts as waiting
-        between two polls; its last poll is returned then."""
+        """Return the call in which ``thread`` is waiting, or None. A thread that polls other ranks also waits
+        between two polls; the last poll is returned then."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -224,8 +224,8 @@ def operation_of(method: str) -> str:
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """Return the input tensor of a collective. This is the second argument if the first two are both tensors
-    (or lists of tensors), because the output comes first."""
+    """Return the input tensor among a collective's ``arguments``. If the first two arguments are both tensors
+    (or lists of tensors), it is the second, because the output comes first."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

@@ -25,8 +25,8 @@ class Explanation:
     Attributes:
         sentence: the explanation for the user.
         missing: the ranks at fault, for which others wait; empty if they are not known. If no rank waits for
-            another, these are the ranks without progress. If all make progress, these are all ranks that have
-            written a report.
+            another, these are the ranks without progress, or all ranks with a report if all of them make
+            progress.
         silent: the ranks that have written no report.
         goes_on: the ranks that still make progress. If there are any, the job does not hang. Empty if an
             error ended the job.
@@ -169,8 +169,8 @@ def _place(report: Report) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Return why ``ranks`` have written no report: the state of their processes, as seen by other ranks on
-    the same machine."""
+    """Return a phrase that says why ``ranks`` have written no report, such as "its process has ended". It
+    gives the states of their processes, which other ranks on the same machine have reported."""
 
     def state_of(rank: int) -> str:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -291,7 +291,7 @@ def _steps(reports: Mapping[int, Report]) -> str:
 
 
 def _grouped(ranks: Iterable[int], fact: Callable[[int], Fact]) -> dict[Fact, list[int]]:
-    """Group ``ranks`` by the result of ``fact``. Returns {result: ranks}."""
+    """Call ``fact`` for each rank, and return {result: ranks with this result}."""
     found: dict[Fact, list[int]] = {}
     for rank in ranks:
         found.setdefault(fact(rank), []).append(rank)

@@ -67,9 +67,9 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key of this call in the :attr:`Report.counts` of other ranks. For a collective of process group
-        5, it is ``5``. For a message in this group, it is ``5<`` or ``5>``, to which the caller must append
-        this rank's number in the job."""
+        """The key under which other ranks count this call in their :attr:`Report.counts`. For a collective of
+        process group 5, it is ``5``. For a message in this group, it is ``5<`` or ``5>``, to which the caller
+        must append this rank's number in the job."""
         if self.peer < 0:
             return str(self.group_id)
         # The other rank counts a send of this rank as a receive, and the reverse.
@@ -94,8 +94,8 @@ class Report:
         timeout: seconds without progress after which a rank counts as hung.
         works: whether the rank's CPU or file activity counts as progress.
         computes: whether the rank uses the CPU, even if this has lasted too long to count as progress.
-        where: file, line and function in which the main thread is, or the helper thread for which it waits.
-            After a failure, the place where the error was raised.
+        where: the position of the main thread (file, line and function). If it waits for a helper thread, the
+            position of that thread. After a failure, the position at which the error was raised.
         importing: the name of the module that is being imported, or None.
         waits_for: the call in which the main thread waits, or which failed.
         failure: the error that ended this rank, or "".
@@ -141,7 +141,8 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank asks the other ranks for their reports, because it made no progress."""
+        """Whether this report asks the other ranks for theirs. It does if this rank made no progress for
+        ``timeout`` seconds."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -190,7 +191,7 @@ def capture_report(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """Make the hang report of this rank.
+    """Return the hang report of this rank.
 
     Args:
         quiet: seconds since this rank last made progress.
@@ -239,8 +240,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Return whether the main thread, at the Python frame ``frame``, is inside Paddle. If so, the thread is
-    assumed to wait for the device."""
+    """Return whether the main thread seems to wait for the device: it is inside Paddle. ``frame`` is the
+    Python frame that the thread executes."""
     for _ in range(4):
         if frame is None:
             return False
@@ -307,8 +308,8 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 
 
 def _place_of_helper(name: str) -> str:
-    """Return the place of the first busy thread whose name begins with ``name``, as ``file.py:12 in function,
-    in thread data_0``. Returns "" if all these threads are idle or have ended."""
+    """Return where a helper thread is, as ``file.py:12 in function, in thread data_0``. This is the first
+    busy thread whose name begins with ``name``. Returns "" if all these threads are idle or have ended."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name.startswith(name):
@@ -430,8 +431,8 @@ class ReportDir:
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Return whether a report has been written after ``since`` (seconds since 1970) by a rank that makes
-        no progress. Such a report asks all other ranks to write theirs."""
+        """Return whether a rank that makes no progress has written a report after ``since`` (seconds since
+        1970). Such a report asks all other ranks to write theirs."""
 
         def look() -> bool:
             if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):

@@ -62,9 +62,9 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """The cause of the spike, found by computing the step again: ``data`` (the data or the model) if the
-        values were nearly the same, ``machine`` if they differed, and ``unknown`` if the step was not
-        computed again."""
+        """The likely cause of the spike. It is ``data`` (the data or the model) if the step gave nearly the
+        same values when it was computed again, ``machine`` if it gave other values, and ``unknown`` if it was
+        not computed again."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
@@ -99,9 +99,9 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """Return a copy of this spike that says what was done about it. ``to_step`` is the step of the
-        checkpoint to which the run went back. If there was no such checkpoint (None), the action ``rewind``
-        becomes ``skip``."""
+        """Return a copy of this spike with ``to_step`` and ``samples`` filled in. ``to_step`` is the step of
+        the checkpoint to which the run went back. If it is None, because there was no such checkpoint, the
+        action ``rewind`` becomes ``skip``."""
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
 
@@ -123,9 +123,12 @@ class SpikeGuard:
         self._step, self.found = step, None
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
-        """Decide whether this step's update of the weights may be made. All ranks must call this. ``repeat``
-        computes the step again; it is called for a spike if ``Engine.spike.replay`` is on. Returns the loss
-        and gradient norm to use, and the decision."""
+        """Decide whether the weights may be updated in this step. Returns the loss to use, the gradient norm
+        to use, and the decision. All ranks must call this.
+
+        ``repeat`` computes the step again. It is called if the step is a spike and ``Engine.spike.replay`` is
+        on. If its result is not a spike, that result is used.
+        """
         spike = self._agreed_jump(loss, grad_norm)
         again: tuple[float, float] | None = None
         if spike is not None and self._options.replay:
@@ -149,8 +152,9 @@ class SpikeGuard:
         return self._in_a_row > self._options.max_in_a_row
 
     def stop_reason(self, spike: Spike) -> str:
-        """Return why the run must end after this spike, or "". Must be called once per spike, because each
-        call counts how often the run has gone back to a checkpoint."""
+        """Return why the run must end after this spike, as the end of a sentence; "" if the run continues.
+        Must be called once per spike, because each call counts how often the run has gone back to a
+        checkpoint."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -160,21 +164,21 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the values of the last steps as a JSON object, so that a resumed run detects the same
-        spikes."""
+        """Return the values of the last steps, and how many spikes in a row there were, as a JSON object. A
+        resumed run that loads it detects the same spikes."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of the last steps from ``state``, which :meth:`state` returned. With an empty
-        ``state``, there are no earlier values. The counts of how often the run has gone back to each
-        checkpoint do not change."""
+        """Restore what :meth:`state` returned. With an empty ``state``, there are no earlier values. The
+        counts of how often the run has gone back to each checkpoint do not change."""
         self._losses = deque(state.get("losses", []), maxlen=self._options.window)
         self._norms = deque(state.get("grad_norms", []), maxlen=self._options.window)
         self._in_a_row = state.get("in_a_row", 0)
 
     def _agreed_jump(self, loss: float, grad_norm: float) -> str | None:
         """Return the name of the value that jumped, ``loss`` or ``grad_norm``; None if no value jumped on any
-        rank. All ranks must call this."""
+        rank. It is ``loss`` if both jumped, or if a value jumped only on other ranks. All ranks must call
+        this."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

@@ -26,7 +26,7 @@ class StopRequest:
 
     def agree(self, requested: object) -> bool:
         """Record and return whether the run must stop. ``requested`` says whether any rank has received a
-        signal, and must be equal on all ranks."""
+        signal. All ranks must pass the same value."""
         # The ranks get signals at different moments but must stop after the same step.
         self._agreed = self._agreed or bool(requested)
         return self._agreed

@@ -50,13 +50,13 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The slow ranks that were found over the last ``steps`` steps, which end with step ``step``. A rank's
-    *own time* is the part of a step in which it does not wait for other ranks.
+    """The slow ranks found in the ``steps`` steps up to and including step ``step``. A rank's *own time* is
+    the part of a step in which it does not wait for other ranks.
 
     Attributes:
         step_seconds: mean time of a step, on the rank where it is longest.
-        cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow. It is the
-            largest difference between the own time of a slow rank and the usual own time.
+        cost: estimated fraction of ``step_seconds`` that the job would save if no rank were slow. It is
+            computed from the largest difference between the own time of a slow rank and the usual own time.
         slowest: the slow ranks, those with the longest own time first.
     """
 
@@ -76,11 +76,11 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Adds up the times of all ranks over a number of steps, and then searches them for slow ranks.
+    """Adds up the times of all ranks in each period of ``every`` steps, and then finds the slow ranks.
 
     Attributes:
-        own: the times of this rank's last step in microseconds, to be sent to the other ranks: total, waiting
-            for data, waiting for other ranks.
+        own: times of this rank's last step in microseconds: total, waiting for training data, waiting for
+            other ranks. The caller sends them to the other ranks.
         found: the slow ranks, if :meth:`add` has just found any.
     """
 
@@ -97,10 +97,12 @@ class StragglerTable:
         self.own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Add the times of one step, int64 ``[rank, 3]``: for each rank, the microseconds of the step, of
-        waiting for data, and of waiting for other ranks (:attr:`own`). All ranks must call this. After each
-        period of ``every`` steps, :attr:`found` has the slow ranks, if there are any; after other steps,
-        :attr:`found` is None."""
+        """Add the times of one step. At the end of each period of ``every`` steps, find the slow ranks. All
+        ranks must call this.
+
+        ``times`` is int64 ``[rank, 3]`` and has the :attr:`own` times of each rank. If slow ranks are found,
+        :attr:`found` has them; otherwise, it is None.
+        """
         self.found = None
         if not self._every or not times.any():
             return

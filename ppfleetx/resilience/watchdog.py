@@ -54,7 +54,7 @@ class Limits:
 
 
 def own_process() -> tuple[str, int, float]:
-    """Return this process's machine, process id and start time. :func:`remember_peers` needs them from all
+    """Return (machine, process id, start time) of this process. :func:`remember_peers` needs these from all
     ranks."""
     return machine_id(), os.getpid(), birth_of(os.getpid())
 
@@ -110,8 +110,8 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silent_seconds(self) -> float:
-        """Return the seconds since the program last recorded progress, or began or ended a collective. The
-        time in which the process was suspended does not count."""
+        """Return the seconds since the program last recorded progress, or began or ended a collective, send
+        or receive. The time in which the process was suspended does not count."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
@@ -127,7 +127,8 @@ class Watchdog:
 
     def _notice_sleep(self, seconds: float) -> None:
         """Exclude the time in which the process was suspended from the time without progress. ``seconds`` is
-        the duration of the watchdog's last sleep; if it is too long, the process was suspended."""
+        the duration of the watchdog's last sleep. If it is much longer than intended, the process was
+        suspended."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
@@ -308,6 +309,6 @@ def finish() -> None:
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
     """Tell the watchdog which process each rank is, so that hang reports can say why a rank does not respond.
-    ``processes`` has the result of :func:`own_process` on each rank."""
+    ``processes`` maps each rank to its result of :func:`own_process`."""
     if _current is not None:
         _current.processes = {rank: tuple(one) for rank, one in processes.items()}

@@ -67,9 +67,13 @@ def apply() -> None:
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Set up this process, which runs Paddle's launcher with the arguments ``options``. On a machine without
-    a card, set ``CUDA_VISIBLE_DEVICES`` so that the launcher starts as many processes as requested. Add a
-    timeout for other nodes, and an exit code that says why the job ended. A second call has no effect."""
+    """Adapt Paddle's launcher, which runs in this process with the arguments ``options``. A second call has
+    no effect.
+
+    On a machine without a card, ``CUDA_VISIBLE_DEVICES`` is set so that the launcher starts as many processes
+    as requested. On all machines, waiting for other nodes has a time limit, and the exit code says why the
+    job ended.
+    """
     # Python runs the .pth file twice if it finds it under both lib and lib64.
     if os.getpid() in _prepared:
         return
@@ -110,8 +114,8 @@ def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> N
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts. ``site_packages`` is the
-    directory for the file; None: the site-packages of this environment. Returns the path of the file."""
+    """Write the ``.pth`` file that makes Python call :func:`apply` when it starts, and return its path.
+    ``site_packages`` is the directory for the file; None: the site-packages of this environment."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
@@ -169,9 +173,9 @@ def _watch(limit: float) -> None:
 
 
 def _end_with_conventional_code() -> None:
-    """End the launcher with the exit code of the rank that best explains a failure. After a signal, the code
-    is 0 if all ranks ended without an error, and otherwise 128 + the number of the signal. Registered with
-    ``atexit``."""
+    """End the launcher with an exit code that says why the job ended. Without a signal, it is the code of the
+    rank that best explains the failure. After a signal, it is 0 if all ranks ended without an error, and
+    otherwise 128 + the number of the signal. Registered with ``atexit``."""
     controller = _controller()
     if controller is None:
         return
@@ -242,8 +246,8 @@ _log = _Log()
 
 
 def _watch_meeting(controller: Any, limit: float) -> None:
-    """Wait until the rendezvous of the job's nodes is complete. End the launcher with a message if it is
-    impossible, or not complete after ``limit`` seconds."""
+    """Wait until the rendezvous of the job's nodes is complete. End the launcher with a message if this takes
+    more than ``limit`` seconds, or if the rendezvous port cannot be used."""
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -326,11 +330,11 @@ class _Meeting:
         )
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Return what the nodes have announced about themselves to the first node's launcher.
+        """Return the entries with which the job's nodes have registered at the first node's launcher.
 
         Raises:
             OSError: nothing answers at the address of that launcher.
-            ValueError, http.client.HTTPException: a program answers that is not a launcher.
+            ValueError, http.client.HTTPException: the program that answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:
             raise ValueError("it is not a launcher")

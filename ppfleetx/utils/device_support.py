@@ -62,9 +62,9 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """Return the kind of device that ``wanted``, a value of ``Global.device``, selects. ``auto`` selects a
-    card that the installed Paddle supports, or else the CPU. ``place`` is where the value was set, for the
-    error message. Raises ConfigError if Paddle does not support the device."""
+    """Return the kind of device, such as ``gpu``, that the value ``wanted`` of ``Global.device`` selects.
+    ``auto`` selects a card that the installed Paddle supports, or else the CPU. ``place`` is where the value
+    was set, for the error message. Raises ConfigError if Paddle does not support the device."""
     cards = _kinds_of_cards()
     if wanted == "auto":
         return next(iter(cards), CPU)
@@ -80,8 +80,9 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Return advice on what to install for the kind of device ``wanted``, as the beginning of a sentence,
-    such as "Install the plugin for npu". For a misspelled kind, the advice begins with "Did you mean"."""
+    """Return advice on what to install for the kind of device ``wanted``, such as "Install the plugin for
+    npu". If ``wanted`` looks misspelled, the advice begins with "Did you mean". The caller completes the
+    sentence."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -92,8 +93,8 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Translate an error that Paddle raised during its import into one that tells the user what to do. Covers
-    plugins that do not load and cards that do not exist. Returns None for any other error."""
+    """Return an error that tells the user what to do about ``error``, which Paddle raised during its import.
+    Covers plugins that do not load and cards that do not exist. Returns None for any other error."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -119,8 +120,8 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def may_support(kind: str) -> bool:
-    """Return whether the installed Paddle may support the device ``kind``: False only if it certainly does
-    not."""
+    """Return False only if the installed Paddle certainly does not support the device ``kind``, and otherwise
+    True."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     # The user's own directory can have a plugin for any kind, and a Paddle that is not installed yet can
     # support any kind.
@@ -128,9 +129,9 @@ def may_support(kind: str) -> bool:
 
 
 def device_for_recipe(kind: str) -> tuple[str, str]:
-    """Return the value of ``Global.device`` for a recipe written for cards of ``kind``, and a note for the
-    user. The value is ``kind``, with an empty note, or ``auto`` if the installed Paddle does not support
-    ``kind``."""
+    """Return (value of ``Global.device``, note for the user) for a recipe written for cards of ``kind``. If
+    the installed Paddle supports ``kind``, the value is ``kind`` and the note is empty. Otherwise, the value
+    is ``auto``, and the note says why."""
     if may_support(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -124,14 +124,15 @@ def _end_by_signal() -> None:
 
 
 def _keep_exit_code() -> None:
-    """Ignore SIGTERM in a rank that ends by itself. The launcher's SIGTERM would replace the rank's exit
-    code."""
+    """Ignore SIGTERM in a rank that is about to end by itself. Otherwise, the launcher's SIGTERM would
+    replace the rank's exit code."""
     if is_rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Print a message for an error that is not a bug, and return its exit code. Returns None for a bug."""
+    """Return the exit code for an error that is not a bug, and print its message; None for a bug. Nothing is
+    printed if the reader of standard output is gone."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
         time.sleep(_GRACE_SECONDS)  # another thread has reported the reason and ends the process

@@ -58,9 +58,9 @@ def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:
-    """Return the element types for which Paddle has a kernel on ``backends``. ``keys`` are the kernel's keys
-    in ``paddle.base.core._get_registered_phi_kernels("function")``, such as ``(GPU, Undefined(AnyLayout),
-    float32)``."""
+    """Return the element types for which Paddle has a kernel on one of ``backends``. ``keys`` are the
+    kernel's entries in ``paddle.base.core._get_registered_phi_kernels("function")``, such as ``(GPU,
+    Undefined(AnyLayout), float32)``."""
     parts = (key.strip("() ").split(", ") for key in keys)
     return {part[-1] for part in parts if part[0] in backends}
 

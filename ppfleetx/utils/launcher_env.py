@@ -15,8 +15,8 @@ def is_rank() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank. Like the functions below, raises ConfigError if a variable is not a
-    number."""
+    """Return this process's rank in its job. This function and those below raise ConfigError if an
+    environment variable is not a number."""
     return _number("PADDLE_TRAINER_ID", 0)
 
 
@@ -25,7 +25,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its node."""
+    """Return this rank's index among the ranks on its node."""
     return _number("PADDLE_LOCAL_RANK", rank())
 
 

@@ -83,10 +83,12 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """End this process, after a delay, because another process of the job is gone. This function itself
-    returns at once. After the ``grace`` of :func:`end_with_peers`, ``sentence`` is printed, ``say_goodbye``
-    is called, and the process ends. Does nothing if :func:`end_with_peers` was not called, or if this process
-    is already about to end."""
+    """Schedule the end of this process, because another process of the job is gone, and return at once.
+
+    After the ``grace`` of :func:`end_with_peers`, ``sentence`` is printed, ``say_goodbye`` is called, and the
+    process ends. Does nothing if :func:`end_with_peers` was not called, or if this process is already about
+    to end.
+    """
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))
@@ -95,8 +97,8 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember and return ``error``, which says that another process has ended. If Paddle then raises another
-    error in its place, :func:`ended_peer_in` still finds ``error``."""
+    """Remember ``error``, which says that another process has ended, and return it. :func:`ended_peer_in`
+    then finds it even if Paddle raises another error in its place."""
     _state.raised = error
     return error
 
@@ -105,8 +107,8 @@ _STORE_LOST = "TCP connection reset by peer"  # may be inside a ValueError of Pa
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """Return the error that says that another process of the job has ended, if this caused ``error``;
-    otherwise None."""
+    """Return a PeerEndedError if ``error`` was raised because another process of the job has ended; otherwise
+    None."""
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
             return one

@@ -161,7 +161,7 @@ def _queued_seconds() -> float:
 
 
 class WorkMeter:
-    """Measures whether this process computes, and whether it reads or writes files. ``watching`` is a
+    """Measures how busy this process keeps the CPU, and how much it reads and writes. ``watching`` is a
     function that returns the CPU seconds to leave out, such as those of the thread that measures."""
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
@@ -174,9 +174,9 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Return two flags for the time since the last call. The first says whether the process kept at least
-        the fraction ``share`` of a core busy; waiting for a free core counts too. The second says whether it
-        read and wrote at least ``size`` bytes per second."""
+        """Return (is busy, moves data) for the time since the last call. The process is busy if it used at
+        least the fraction ``share`` of a core; waiting for a free core counts as use. It moves data if it
+        read and wrote, in total, at least ``size`` bytes per second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

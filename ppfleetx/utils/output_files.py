@@ -55,7 +55,7 @@ def atomic_write(path: str | Path, mode: str = "wb", *, flush: bool = True) -> I
 
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that :func:`atomic_write` has left in ``directory`` because a process was killed
+    """Remove temporary files of :func:`atomic_write` from ``directory``. They remain if a process was killed
     while it wrote one of the files ``names``. Must not be called while another process writes these files."""
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
@@ -127,7 +127,7 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception, seconds: float = 0.0) -> Iterator[None]:
-    """Context manager that holds a lock on the file ``path``, which only one process at a time can hold.
+    """Context manager that locks the file ``path``, so that only one process at a time is in the block.
     Raises the exception ``refusal`` if another process still holds the lock after ``seconds``. The file is
     not deleted at the end."""
     deadline = time.monotonic() + seconds

@@ -52,8 +52,8 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Return the number of compute threads of each rank: ``num_cpus`` divided by the ranks on this
-    machine."""
+    """Return the number of compute threads of each rank: ``num_cpus`` divided by the number of ranks on this
+    machine, but at least 1."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
@@ -64,9 +64,9 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings of this module to this process, and return a line for the log that lists them. Call
-    this before importing Paddle; afterwards, only malloc can be set. Variables that the user has set are
-    kept.
+    """Apply the settings of this module to this process, and return a line for the log that lists them.
+    Variables that the user has set are kept. Call this before importing Paddle; afterwards, only the settings
+    of malloc can be applied.
 
     With ``device="cpu"``, the number of threads and the way in which Paddle copies tensors are also set. If
     the process is a rank, it ends from now on when its launcher ends.

@@ -13,8 +13,8 @@ _REDRAWS_PER_SECOND = 4
 
 
 class ProgressBar:
-    """A progress bar in one line: a description, percentage, rate, time left, and a string that can
-    change."""
+    """A progress bar on one line: description, percentage, rate, time left, and at the end a string that
+    :meth:`advance` can change."""
 
     def __init__(
         self,

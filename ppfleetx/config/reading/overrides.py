@@ -105,8 +105,8 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether ``later``, an override of the same key or of a section around it, repeats the value of
-    ``earlier``."""
+    """Whether the override ``later`` sets the same value as ``earlier``. ``later`` is for the same key, or
+    for a section that contains it."""
     value = value_at(plain_value(later.node), earlier.path[len(later.path) :])
     return value is not UNSET and same_value(node_of(value, later.place), earlier.node)
 

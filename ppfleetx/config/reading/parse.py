@@ -33,12 +33,13 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """Return ``the model in DIR``, the place that messages show for values from a model's directory."""
+    """Return the string ``the model in DIR``, which messages show as the origin of values that were read from
+    a model's directory."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether ``place`` has the form ``the model in DIR``, i.e. the values come from a model's directory."""
+    """Whether the string ``place`` has the form ``the model in DIR``, which :func:`model_in` returns."""
     return place.startswith(_OF_A_MODEL)
 
 
@@ -107,8 +108,8 @@ def read_yaml(
 
     Args:
         key, value, place: the configuration entry that names the file, for messages.
-        is_ours: False for files of other toolkits: accept dots in keys, keys repeated with an equal value,
-            and ``<<``.
+        is_ours: False for files of other toolkits. In these, keys may contain dots or be repeated with an
+            equal value, and ``<<`` is accepted.
 
     Raises:
         ConfigError: the file cannot be read, or does not contain a mapping.
@@ -126,10 +127,10 @@ def read_yaml(
 
 
 def made_sections(path: Path, place: str) -> Sections:
-    """Read the sections in a file that ppfleetx generated.
+    """Read the sections in a YAML file that ppfleetx generated.
 
-    Error messages name ``place``, the source of the generated file, because the user has never seen the
-    file itself.
+    Error messages name ``place``, from which the file was generated, because the user has never seen the file
+    itself.
     """
     return Sections(plain_value(read_yaml(path)), place)
 
@@ -139,9 +140,9 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
     Args:
         place: the file or option that ``text`` comes from, for messages.
-        with_lines: whether the places of nodes have line numbers.
-        is_ours: False for files of other toolkits: accept dots in keys, keys repeated with an equal value,
-            and ``<<``.
+        with_lines: whether the ``place`` of each node includes a line number.
+        is_ours: False for files of other toolkits. In these, keys may contain dots or be repeated with an
+            equal value, and ``<<`` is accepted.
 
     Raises:
         ConfigError: ``text`` is not valid YAML, or has tags or keys that a configuration must not have.

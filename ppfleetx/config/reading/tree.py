@@ -1,4 +1,4 @@
-"""Trees of configuration values and the places where they were written: parse scalars, compare, merge."""
+"""Trees of configuration values that record where each value was written: parse scalars, compare, merge."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def is_index(text: str) -> bool:
 
 
 def is_argument(place: str) -> bool:
-    """Whether ``place`` is an option or a Python argument, not a file."""
+    """Whether a value was given by an option or a Python argument, not by a file. ``place`` is where it was
+    written."""
     return place.startswith("-") or place.isidentifier()
 
 
@@ -134,7 +135,7 @@ def plain_value(node: Node) -> Any:
 
 
 def value_at(values: Any, path: Sequence[str]) -> Any:
-    """The value at the keys and indices in ``path`` of nested plain values; UNSET if there is none."""
+    """The value in nested dicts and lists at the keys and indices in ``path``; UNSET if there is none."""
     for part in path:
         if isinstance(values, dict) and part in values:
             values = values[part]
@@ -146,8 +147,8 @@ def value_at(values: Any, path: Sequence[str]) -> Any:
 
 
 def file_names(node: Node | None, key: str) -> list[Node]:
-    """Return a list with one node for each file name in ``node``, which holds one name or a list of names.
-    The list is empty if ``node`` is None or holds null.
+    """Return the file names in ``node`` as a list of nodes. ``node`` holds one file name or a list of file
+    names. If ``node`` is None or holds null, the list is empty.
 
     Raises:
         ConfigError: ``node`` is anything else.

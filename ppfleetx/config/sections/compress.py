@@ -100,9 +100,8 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def unknown_layers(self, num_layers: int, names: Sequence[str]) -> Iterator[RuleError]:
-        """Yield an error for each unknown block in ``skip_tensor_map``, and for each pattern in
-        ``skip_layers`` that matches none of ``names``, the model's linear layers.
-        """
+        """Yield an error for each entry of ``skip_tensor_map`` or ``skip_layers`` that matches no layer of
+        the model. The model has ``num_layers`` blocks, and ``names`` lists its linear layers."""
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
                 yield RuleError(

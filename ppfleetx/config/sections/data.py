@@ -227,7 +227,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Return ``dataset`` with its keys replaced by those that this evaluation set gives.
+        """Return a copy of ``dataset`` in which the keys of this evaluation set replace those of ``dataset``.
 
         Raises:
             RuleError: the result breaks a rule of datasets.

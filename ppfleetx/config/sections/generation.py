@@ -194,10 +194,11 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def first_unused_option(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """Return the first of ``keys`` that was set although only another ``decode_strategy`` reads it.
+        """Return the first of ``keys`` that was set but that the configured ``decode_strategy`` does not
+        read.
 
-        The result is the pair (key, the strategy that reads it), or None if there is no such key. A key
-        at its default does not count as set. ``seed`` is never returned.
+        The result is the pair (key, the strategy that reads it), or None if there is no such key. A key at
+        its default does not count as set. ``seed`` is never returned.
         """
         # A seed changes nothing without sampling, so it does not count.
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}

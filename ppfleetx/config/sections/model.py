@@ -73,7 +73,8 @@ class LatentAttentionConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head's query and key: its features with rotary positions plus those without."""
+        """The width of a head's query and key: the features that rotary positions rotate plus the other
+        features."""
         return self.nope_head_dim + self.rope_head_dim
 
     def violations(self) -> Iterator[RuleError]:
@@ -327,8 +328,9 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """A copy of the section ``moe`` in which keys that do not shape the network have fixed values; None
-        if the model is dense. Two models with the same network have equal copies."""
+        """A copy of the section ``moe``, normalized to compare networks; None if the model is dense. Keys
+        that do not shape the network have fixed values, so two models with the same network have equal
+        copies."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -391,8 +393,7 @@ class ModelConfig(Section):
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
-        """The reason why heads and MLP units cannot be pruned, as (configuration key, reason); None if they
-        can."""
+        """Why heads and MLP units cannot be pruned, as (configuration key, reason); None if they can."""
         reasons = {
             "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",
             "latent_attention": "such layers cannot be pruned",

@@ -23,7 +23,8 @@ BATCH_LOSSES = ("switch", "gshard", "pooled")
 
 
 def is_router_load(name: str) -> bool:
-    """Whether the parameter ``name`` stores each expert's share of the tokens, for :data:`BATCH_LOSSES`."""
+    """Whether the parameter ``name`` stores each expert's share of the tokens. The losses in
+    :data:`BATCH_LOSSES` use this share."""
     return name.endswith(".mlp.router.load")
 
 
@@ -139,8 +140,8 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """Return a copy of this section in which keys that do not shape the network have fixed values. Two
-        sections that describe the same network have equal copies."""
+        """Return a copy of this section, normalized to compare networks. Keys that do not shape the network
+        have fixed values, so two sections that describe the same network have equal copies."""
         default = type(self).model_fields
         return self.model_copy(
             update={

@@ -63,7 +63,8 @@ class LRConfig(Section):
     """Shape of the final decay of `wsd`."""
 
     def length_of(self, steps: int, batch: BatchPlan) -> int:
-        """Return the length of the first ``steps`` optimizer steps of a run in the schedule's ``unit``."""
+        """Return how long the first ``steps`` optimizer steps of a run are in the schedule's ``unit``: the
+        number of steps or of samples."""
         return batch.consumed_after(steps) if self.unit == "sample" else steps
 
     @property

@@ -75,7 +75,7 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """The places of the values that the user gave: dotted key -> ``file:line``, ``-o override n``,
+        """Where each value that the user gave was written, by dotted key: ``file:line``, ``-o override n``,
         or the name of another option or argument, such as ``--output``."""
         return dict(self._origins)
 
@@ -115,7 +115,8 @@ class RunConfig(Section):
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
-    """Return a configuration for each data set in ``Data.<mode>.sets``, by the set's name, in order.
+    """Return a copy of ``cfg`` for each data set in ``Data.<mode>.sets``, by the set's name, in order. Each
+    copy has only its own set.
 
     Without ``sets``, the result is ``{None: cfg}``. The result is empty if ``Data.<mode>`` is null.
     """

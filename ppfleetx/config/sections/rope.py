@@ -84,7 +84,8 @@ class RopeScalingConfig(Section):
     """yarn: round the bounds between unchanged and divided frequencies to whole indices; null: true."""
 
     def switch_length(self, max_positions: int) -> int | None:
-        """The longest sequence that uses longrope's short factors; None if all use the same factors."""
+        """The number of tokens up to which a sequence uses longrope's short factors; None if all sequences
+        use the same factors."""
         original = self.original_max_position_embeddings
         return original if self.type == "longrope" and max_positions > original else None
 
