@@ -127,8 +127,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Return the updated ``bias [experts]`` for the loads ``[experts]``. The bias of an expert is raised by
-    ``rate`` if its load is below the mean, and lowered by ``rate`` if its load is above the mean."""
+    """Return ``bias [experts]`` after an update. The bias of an expert is raised by ``rate`` if its load is
+    below the mean of ``loads [experts]``, and lowered by ``rate`` if it is above."""
     return bias + rate * (loads.mean() - loads).sign()
 
 

@@ -20,7 +20,7 @@ _entered = False
 
 
 def serves(dtype: str) -> bool:
-    """Return whether the device is a CPU, and the operators of this module can compute in ``dtype`` on it."""
+    """Return whether the device is a CPU on which the operators of this module can compute in ``dtype``."""
     return not on_card() and obstacle(dtype) is None
 
 

@@ -61,8 +61,8 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """The weights of all blocks (``tensors``), and integers that describe to the operator where each weight
-    is used (``layout``)."""
+    """The weights of all blocks (``tensors``), and integers that tell the operator where to use each weight
+    (``layout``)."""
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
     # First come the sizes. Then, for each linear and norm of each block and for the final norm, come the
