@@ -109,8 +109,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention with plain operators: a matmul, a softmax and a matmul. All other
-    kernels must agree with it."""
+    """Compute attention with plain operators: a matmul, a softmax and a matmul. All other kernels must
+    agree with this kernel."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION

@@ -114,7 +114,7 @@ class AuxLossScope:
 
         Args:
             divisors: result of :func:`divisors_of`; None: losses get no gradient.
-            loss_scale: factor of all gradients.
+            loss_scale: factor by which the gradients of the losses are multiplied.
         """
         self._micro_batches, self._divisors, self._loss_scale = micro_batches, divisors, loss_scale
         self._passes = {}
@@ -165,8 +165,8 @@ class AuxLossScope:
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return into how many terms a loss is split along ``mp`` and ``sep``. Ranks along the axes
-        ``same_on`` hold the same term."""
+        """Return the number of terms into which the ranks along ``mp`` and ``sep`` divide a loss. Ranks along
+        the axes ``same_on`` hold the same term."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 

@@ -122,9 +122,10 @@ class FakeQuantizer(nn.Layer):
 
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: reduces the weight's largest magnitudes over ranks, if their slices of the weight share a
-            scale.
-        over_input: reduces the input's largest magnitudes over the ranks that slice the input features.
+        over_weight: takes the maximum of the weight's largest magnitudes over ranks, if their slices of the
+            weight share a scale.
+        over_input: takes the maximum of the input's largest magnitudes over the ranks that slice the input
+            features.
         follows: whether training updates ``input_scale``.
         keeps: whether to cache the rounded weight. Weights must then not change after their first use.
 

@@ -99,8 +99,8 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first informative line of an error message. Empty lines and the
-    lines that Paddle adds around the message are skipped."""
+    """Return the first informative line of an error message. Empty lines and the lines that Paddle
+    adds around the message are skipped."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__

@@ -109,8 +109,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return two results for each token: the row to read in this rank's part of the embedding table, and
-    whether the token belongs to this part, ``[..., 1]``. Tokens of other parts get an arbitrary row."""
+    """Return the row of each token in this rank's part of the embedding table, and whether the token belongs
+    to this part (``[..., 1]``). Tokens that belong to other ranks get an arbitrary row."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
     # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.

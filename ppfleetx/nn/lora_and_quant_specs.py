@@ -32,7 +32,8 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """Return the declarations ``specs`` after the changes by ``Model.lora`` and the section ``Compress``."""
+    """Return the declarations ``specs`` with the changes that ``Model.lora`` and the section ``Compress``
+    require."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:

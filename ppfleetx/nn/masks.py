@@ -42,8 +42,8 @@ def window_start(
     document_start: paddle.Tensor | None,
     num_keys: int | None = None,
 ) -> paddle.Tensor:
-    """Return, for each of the last ``length`` positions, the first position that is inside both the attention
-    window and the document, ``[batch, length]``.
+    """Return the first position that each of the last ``length`` positions may attend to, as
+    ``[batch, length]``. It is the first one inside both the attention window and the document.
 
     Args:
         num_keys: total number of positions, including cached ones; None: ``length``.

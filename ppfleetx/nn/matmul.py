@@ -179,8 +179,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Return ``x @ leaf + bias``. ``leaf`` stands for the weight ``parameter`` (see :meth:`leaf_value`)
-        and gets the gradient; ``parameter`` gets none."""
+        """Return ``x @ leaf + bias``. ``leaf`` is the value of the weight ``parameter`` (see
+        :meth:`leaf_value`). The weight's gradient goes to ``leaf``, not to ``parameter``."""
         if bfloat16.in_autocast():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -394,9 +394,8 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """One grouped matmul, with methods that compute the product and its gradients. Each row of ``x [rows,
-    in]`` belongs to a group, and is multiplied by the group's matrix in ``weight [groups, in, out]``. Rows
-    are sorted by group."""
+    """One grouped matmul, with methods that compute the product and its gradients. Rows are sorted by group.
+    Each row of ``x [rows, in]`` is multiplied by its group's matrix in ``weight [groups, in, out]``."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)

@@ -238,8 +238,8 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
 
 
 def _is_first_copy(spec: ParamSpec, mesh: Mesh, rank: int, axes: Axes) -> bool:
-    """Return whether ``rank`` has coordinate 0 along all of ``axes`` that replicate the parameter. The
-    pipeline axis and the owner axis are ignored."""
+    """Return whether ``rank`` has coordinate 0 along each of ``axes`` whose ranks hold replicas of the
+    parameter. The pipeline axis and the owner axis are ignored."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     return all(at[a] == 0 for a in axes if a not in without and spec.placement(a) == REPLICATE)
 

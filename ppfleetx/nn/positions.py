@@ -159,7 +159,8 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with the fused kernel in float32. In 16 bits, the kernel would round cos and sin."""
+        """Rotate ``x`` with the fused kernel in float32, because in 16 bits the kernel would round cos and
+        sin."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")

@@ -13,7 +13,8 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 def inverse_frequencies(
     head_dim: int, base: float, scaling: RopeScalingConfig | None, *, is_long: bool = False
 ) -> np.ndarray:
-    """Return the rotation angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
+    """Return the frequency of each pair of features, ``[head_dim / 2]``: the angle in radians by which the
+    pair is rotated per position.
 
     Args:
         scaling: how frequencies are scaled; None: they are not scaled.

@@ -204,7 +204,8 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort rows by expert after the gather over the ranks that slice the same experts."""
+        """Indices that sort rows by expert. The rows come from all ranks that slice the same experts
+        (``emp``), and have already been gathered."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
@@ -321,8 +322,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
 
 class _Depart(PyLayer):
-    """Autograd function that starts to send rows to their experts. Its backward pass waits for the gradients
-    that the backward pass of :class:`_Arrive` sends."""
+    """Autograd function that starts to send rows to their experts. Its backward pass waits for the rows'
+    gradients, which the backward pass of :class:`_Arrive` starts to send back."""
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
@@ -368,8 +369,8 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return this rank's share of ``rows``, which all ranks of ``group`` hold. An empty share is replaced by
-    one row of zeros."""
+    """Return this rank's share of ``rows``. All ranks of ``group`` hold the same ``rows``. An empty share is
+    replaced by one row of zeros."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

@@ -33,13 +33,13 @@ are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Return whether the CPU operators for exported programs with fused blocks are compiled."""
+    """Return whether all CPU operators that exported programs with fused blocks need are compiled."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes that all blocks of the model share, in the order in which the operator reads them.
+    """The sizes that are the same in all blocks of the model, in the order in which the operator reads them.
 
     Attributes:
         groups: number of key/value heads.

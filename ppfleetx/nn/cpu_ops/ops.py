@@ -59,7 +59,7 @@ def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """Return ``x [..., in] @ weight + bias``, float32 on a CPU, without gradients.
+    """Return ``x [..., in] @ weight + bias`` for an ``x`` with few rows, float32 on a CPU, without gradients.
 
     Args:
         panels: ``weight [in, num_columns]`` in panels of adjacent columns, ``[panels, in, panel width]``,
