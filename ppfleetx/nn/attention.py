@@ -26,7 +26,7 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class KeyValueCache(Protocol):
-    """Interface of a key/value cache, which holds the keys and values of all earlier positions by layer."""
+    """Interface of a cache that holds, for each layer, the keys and values of all earlier positions."""
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
@@ -118,8 +118,8 @@ class HeadAttention(nn.Layer):
 
 
 class Attention(HeadAttention):
-    """Causal self-attention on ``[s, b, h]``. The columns of the fused projection are ordered by key/value
-    head: first the queries of that head, then its key and value."""
+    """Causal self-attention on ``[s, b, h]``. The fused projection has, for each key/value head, the columns
+    of its queries, its key and its value, in this order."""
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
         super().__init__(factory, spec, **options)
@@ -272,8 +272,8 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
-    """Return the two features that linear biases (ALiBi) append to the queries of each head on this rank,
-    ``[count, 2]`` float32.
+    """Return the two features that linear biases (ALiBi) append to each query, ``[count, 2]`` float32, with
+    one row for each head on this rank.
 
     Args:
         num_heads: number of heads of the whole model.

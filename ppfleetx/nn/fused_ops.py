@@ -154,8 +154,8 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """Return, for each operator and element type, the reason why the operator cannot be used on the current
-    device; None if it can.
+    """Return why operators cannot be used on the current device: a reason for each operator and element type,
+    or None if the operator can be used.
 
     Args:
         by_itself: whether the toolkit chooses the operators (``auto``).

@@ -42,7 +42,8 @@ class LoraBranch(nn.Layer):
         self._matmul = matmul or Matmul()
 
     def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
-        """Map the linear's input ``x [..., in]`` to ``[..., out]``, to be added to the linear's output.
+        """Return the adapter's output ``[..., out]`` for the linear's input ``x [..., in]``. It is added to
+        the linear's output.
 
         Args:
             counts: number of rows for each expert; None: the linear has one matrix.

@@ -180,7 +180,7 @@ def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
 
 
 def num_scales(in_features: int, form: Form) -> int:
-    """Return the number of scales (and offsets) per output feature of a quantized matrix."""
+    """Return the number of scales per output feature of a quantized matrix. Offsets, if any, are included."""
     num_groups = in_features // form.group_size if form.group_size else 1
     return num_groups * (2 if form.asymmetric else 1)
 

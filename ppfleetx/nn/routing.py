@@ -146,7 +146,7 @@ def within_capacity(
     choices, 0 for dropped ones. All positions of the sequences must be on this rank.
 
     Args:
-        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Choices of positions with 0 are
+        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. The choices of other positions are
             never dropped.
         factor: capacity factor. In each sequence, an expert keeps at most ``factor`` times the mean number of
             choices per expert.

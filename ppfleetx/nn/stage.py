@@ -77,7 +77,8 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the stage whose ``finish`` calls ``extend`` and then the original ``finish``."""
+        """Return a copy of the stage. Its ``finish`` calls ``extend`` first, and then the original
+        ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -131,10 +132,10 @@ class LayerFactory(Protocol):
         """Make a low-rank adapter of a linear, sliced like the linear."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the replacement of ``linear`` that stores its weights in the quantized format ``form``."""
+        """Make a layer that replaces ``linear`` and stores its weights in the quantized format ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
-        """Make the replacement of the word embedding that stores its rows in the 8-bit format ``form``."""
+        """Make a layer that replaces the word embedding and stores its rows in the 8-bit format ``form``."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         """Make an embedding. Every rank gets vectors of full width for all positions of its input."""

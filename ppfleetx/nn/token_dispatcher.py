@@ -58,8 +58,8 @@ class TokenDispatcher:
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
-        """Start to send rows of hidden states to the ranks of their experts. Return the round trip, which
-        receives the rows and sends the outputs back.
+        """Start to send rows of hidden states to the ranks of their experts. Return a :class:`RoundTrip`,
+        which receives the rows for this rank's experts and sends the experts' outputs back.
 
         Args:
             rows: ``[rows, h]``, sorted by expert.
@@ -196,7 +196,7 @@ class Route:
 
     @cached_property
     def _by_node(self) -> paddle.Tensor:
-        """Indices that undo :attr:`_by_place`: they sort rows by the node from which they came."""
+        """Indices that undo :attr:`_by_place`: rows are again ordered by the node from which they came."""
         return upload(self._passing_order().argsort())
 
     def _passing_order(self) -> np.ndarray:
@@ -237,9 +237,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Undo :meth:`spread`. Sum the outputs of ranks that slice the same experts, and send each output to
-        the rank that forwarded its row. Return one output for each row that this rank passed to
-        :meth:`spread`, in the same order."""
+        """Return the experts' outputs for the rows that this rank passed to :meth:`spread`, in the same
+        order. The outputs of ranks that slice the same experts are summed. Each output is sent to the rank
+        that forwarded its row."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)

@@ -74,7 +74,8 @@ def cast(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def cast_and_sum(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return float32 ``x [..., n]`` rounded to bfloat16, and its column sums ``[n]`` before rounding."""
+    """Return float32 ``x [..., n]`` rounded to bfloat16, and the column sums ``[n]`` of the unrounded
+    ``x``."""
     low, sums = _C_ops._run_custom_op("ppfleetx_bfloat16_cast_and_sum", x.detach())
     return low, sums
 

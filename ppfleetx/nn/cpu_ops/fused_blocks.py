@@ -123,7 +123,7 @@ def run(
 
     Args:
         hidden: ``[s, b, h]`` float32 on CPU.
-        column: ``[1]`` int64, the column of the cache for the first new position.
+        column: ``[1]`` int64, index of the cache column in which the first new position is stored.
         penalty: ``[b or 1, 1, s, columns of the cache]`` float32, added to the scores in addition to the
             causal mask; None: nothing is added.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
