@@ -1,5 +1,5 @@
-"""Memory simulation of a forward and a backward pass from a list of operations (a tape). Its results are the
-memory kept between the passes, and the peak of each pass."""
+"""Simulation of the memory of a forward and a backward pass, from a list of operations (a tape). It computes
+the memory kept between the passes, and the peak memory of each pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Step:
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
         uses_no_parameters: whether the operation uses no parameters.
-        inner: the steps that the backward pass recomputes; None: it recomputes nothing. With ``inner``, the
-            tensors in ``reads`` are kept instead of the tensors in ``keeps``.
+        inner: the steps that the backward pass recomputes; None: it recomputes nothing. If ``inner`` is set,
+            the tensors in ``reads`` are kept, and ``keeps`` is ignored.
     """
 
     writes: str
@@ -47,8 +47,8 @@ class Tape:
 
     Attributes:
         inputs: sizes of the input tensors by name, in bytes.
-        new_gradient_share: extra memory of a new parameter gradient until it is accumulated, as a fraction of
-            the accumulated gradient.
+        new_gradient_share: temporary memory of a parameter gradient before it is added to the accumulated
+            gradient, divided by the size of the accumulated gradient.
     """
 
     inputs: dict[str, float]
@@ -61,8 +61,8 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """Map from the name of each tensor to the name of the tensor that owns its memory: another tensor for
-        a view, else the tensor itself."""
+        """Map from each tensor's name to the name of the tensor that owns its memory. For a view, this is
+        another tensor; otherwise it is the tensor itself."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -108,8 +108,8 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """Return two peaks of memory in the forward pass: while operations that use parameters run, and while
-        other operations run.
+        """Return two memory peaks of the forward pass: the peak over the operations that use parameters, and
+        the peak over all other operations.
 
         Args:
             keeps: whether tensors are kept for a backward pass.
@@ -134,7 +134,7 @@ class Tape:
         """Return the peak memory of the backward pass in bytes.
 
         Args:
-            first: whether this is the first micro batch, for which parameter gradients are allocated.
+            first: whether this is the first micro batch, which allocates the parameter gradients.
             values: bytes of the parameters that sharding stage 3 has fetched. They are added only while
                 operations that use parameters run.
         """

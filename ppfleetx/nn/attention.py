@@ -26,7 +26,7 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class KeyValueCache(Protocol):
-    """Interface of a cache with the keys and values of all earlier positions, for each layer."""
+    """Interface of a cache that holds, for each layer, the keys and values of all earlier positions."""
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
@@ -43,8 +43,8 @@ class KeyValueCache(Protocol):
         """
 
     def row_lengths(self) -> paddle.Tensor:
-        """Return the number of tokens of each row, ``[b or 1, 1]`` int64, including the new positions. If a
-        prompt is processed in chunks, the whole prompt is included."""
+        """Return the number of tokens of each row, ``[b or 1, 1]`` int64, including the new positions. While
+        a prompt is processed in chunks, the number includes the chunks that are still to come."""
 
 
 class HeadAttention(nn.Layer):
@@ -77,8 +77,8 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Return the result of :meth:`core`. With ``recompute_core``, its activations are dropped in
-        training, and recomputed in the backward pass."""
+        """Return the result of :meth:`core`. In training with ``recompute_core``, the activations of
+        :meth:`core` are dropped, and recomputed in the backward pass."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -101,13 +101,14 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Compute attention inside the window with the kernel of ``options``. Return its output, in the
-        layout of ``query`` and with the head size of ``value``.
+        """Compute attention inside the window, with the kernel that ``options`` select. The result has the
+        layout of ``query`` and the head size of ``value``.
 
         Args:
             query: ``[batch, key/value heads, query heads per key/value head, queries, head size]``.
             key, value: ``[batch, key/value heads, keys, head size]``.
-            penalty: added to the scores, and replaces the causal mask, the window and ``document_start``.
+            penalty: added to the scores instead of the causal mask, the window and ``document_start``; None:
+                these three apply.
         """
         if self.window is not None and penalty is None:
             document_start = window_start(
@@ -117,8 +118,8 @@ class HeadAttention(nn.Layer):
 
 
 class Attention(HeadAttention):
-    """Causal self-attention on ``[s, b, h]``. The columns of the fused projection are ordered by key/value
-    head: first the queries of that head, then its key and value."""
+    """Causal self-attention on ``[s, b, h]``. The fused projection has, for each key/value head, the columns
+    of its queries, its key and its value, in this order."""
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
         super().__init__(factory, spec, **options)
@@ -171,7 +172,8 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """Normalize the queries and keys in ``qkv`` by norms whose gain covers all heads together."""
+        """Apply ``q_norm`` to the queries and ``k_norm`` to the keys in ``qkv``. A norm receives all heads of
+        a position as one vector."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
@@ -184,9 +186,10 @@ class Attention(HeadAttention):
         return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Return whether the kernel for packed queries, keys and values can use the projection ``qkv``
-        directly. This requires as many key heads as query heads, no rotary positions, norms, window or linear
-        biases, and the default scale of the scores."""
+        """Return whether the kernel for packed queries, keys and values can process the projection ``qkv``
+        as it is. This requires as many key heads as query heads, the default scale of the scores, and a
+        strategy without its own :meth:`core`. There must be no rotary positions, per-head norms, window or
+        linear biases."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
@@ -195,8 +198,8 @@ class Attention(HeadAttention):
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Split the fused projection ``qkv`` into queries, keys and values by head, and apply norms and
-        positions. Linear biases (ALiBi) make queries and keys two features wider."""
+        """Split the fused projection ``qkv`` into the heads of queries, keys and values. Apply norms and
+        position embeddings. Linear biases (ALiBi) make queries and keys two features wider."""
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
@@ -207,8 +210,8 @@ class Attention(HeadAttention):
     def _with_biases(
         self, query: paddle.Tensor, key: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Append two features to queries and keys, so that their product adds the linear biases (ALiBi) to
-        the scores."""
+        """Append two features to each query and key. Their products add the linear biases (ALiBi) to the
+        scores."""
         # ALiBi's bias is proportional to the distance between query and key. A bias proportional to the key's
         # position differs by a constant for each query, so the softmax is the same. The position is split
         # into two numbers that 16 bits represent exactly.
@@ -269,8 +272,8 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
-    """Return the two features that linear biases (ALiBi) append to the queries of each head on this rank,
-    ``[count, 2]`` float32.
+    """Return the two features that linear biases (ALiBi) append to each query, ``[count, 2]`` float32, with
+    one row for each head on this rank.
 
     Args:
         num_heads: number of heads of the whole model.
@@ -363,8 +366,8 @@ class LatentAttention(HeadAttention):
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Return the compressed vectors ``[s, b, kv_rank]``, and the rotary features of keys
-        ``[b, 1, s, rope_head_dim]``. Under sequence parallelism, the compressed vectors are at this rank's
-        positions, and the rotary features at the positions of all tensor-parallel ranks."""
+        ``[b, 1, s, rope_head_dim]``. Under sequence parallelism, the compressed vectors cover only this
+        rank's positions. The rotary features cover the positions of all tensor-parallel ranks."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
@@ -378,7 +381,7 @@ class LatentAttention(HeadAttention):
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Return the keys ``[b, heads, s, head_dim]`` and values ``[b, heads, s, value_head_dim]`` of this
-        rank's heads, from compressed vectors and the rotary features ``turned``."""
+        rank's heads. They are computed from the compressed vectors and the rotary features (``turned``)."""
         width = self.spec.nope_head_dim + self.spec.value_head_dim
         both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
         still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
@@ -428,8 +431,9 @@ class LatentAttention(HeadAttention):
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Return the projections from compressed vectors to keys, ``[heads, nope_head_dim, kv_rank]``, and to
-        values, ``[heads, kv_rank, value_head_dim]``. If weights do not change, the projections are cached."""
+        """Return two matrices per head. They project compressed vectors to keys
+        (``[heads, nope_head_dim, kv_rank]``) and to values (``[heads, kv_rank, value_head_dim]``). If weights
+        do not change, the matrices are cached."""
         # Adapters are added and removed as hooks. Cached projections are valid only while the hooks are the
         # same as when the projections were computed.
         hooks = tuple(self.kv_up._forward_post_hooks)

@@ -57,7 +57,7 @@ def attend(
     Args:
         document_start: ``[batch, queries]``, the first position that each query may attend to; None: no
             limit.
-        penalty: added to the scores in place of the causal mask and ``document_start``; broadcasts against
+        penalty: added to the scores in place of the causal mask and ``document_start``. It broadcasts against
             ``[batch, heads, queries, keys]``.
 
     Raises:
@@ -109,8 +109,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Compute attention as matrix product, softmax, matrix product. All other kernels must agree with the
-    results of this kernel."""
+    """Compute attention with plain operators: a matmul, a softmax and a matmul. All other kernels must
+    agree with this kernel."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in HALF_PRECISION
@@ -165,8 +165,9 @@ def _fits_triangle(scores: paddle.Tensor) -> bool:
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """Return ``scores + penalty``. In ``scores``, query heads are grouped by key/value head. ``penalty``
-    broadcasts against ``[batch, heads, queries, keys]``."""
+    """Return ``scores + penalty``. ``scores`` is
+    ``[batch, key/value heads, query heads per key/value head * queries, keys]``. ``penalty`` broadcasts
+    against ``[batch, heads, queries, keys]``."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

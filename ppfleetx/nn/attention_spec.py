@@ -23,8 +23,9 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Return the columns of each matrix inside a fused matrix, as one :class:`Part` object per matrix. Each
-    period of the fused matrix has some columns of the first matrix, then of the second, and so on.
+    """Return the columns of each matrix inside a fused matrix, as one :class:`Part` object per matrix. The
+    fused matrix repeats one pattern (period): some columns of the first matrix, then some of the second, and
+    so on.
 
     Args:
         widths: number of columns of each matrix (such as query, key and value) in one period, by name.
@@ -41,7 +42,8 @@ class AttentionSpec:
     """Declaration of causal self-attention.
 
     Attributes:
-        layer: class of the layer, or ``module:class``; a subclass can set another class.
+        layer: the layer class that is built from this declaration, or its ``module:class`` name. A subclass
+            of the declaration can override it.
         num_kv_heads: number of key and value heads, a divisor of ``num_heads`` (grouped-query attention,
             Ainslie et al., 2023).
         init: initial values of the projection to queries, keys and values.
@@ -84,8 +86,8 @@ class AttentionSpec:
 
     @property
     def score_macs_per_pair(self) -> int:
-        """Number of multiply-adds for scores and context of all heads, for one pair of query and key
-        positions."""
+        """Number of multiply-adds per pair of a query and a key position, to compute the scores and the
+        context of all heads."""
         return 2 * self.q_width
 
     @property
@@ -115,8 +117,8 @@ class AttentionSpec:
         return parameters_within(layers.items(), sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the number of bytes that a context-parallel rank exchanges before attention, and the number
-        after attention."""
+        """Return two numbers of bytes: those that a context-parallel rank exchanges before attention, and
+        those that it exchanges after attention."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -143,8 +145,8 @@ class AttentionSpec:
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
         """Return the operations between the fused projection and the attention core, for the memory
-        simulation (:mod:`ppfleetx.nn.activation_memory`): norms, the exchange among context-parallel ranks,
-        the split into heads and rotary positions.
+        simulation (:mod:`ppfleetx.nn.activation_memory`). These are the norms, the context-parallel exchange,
+        the split into heads, and the rotary embedding.
 
         Args:
             keeps_queries: whether queries are kept for the backward pass. Flash attention always keeps them.
@@ -277,7 +279,8 @@ class LatentAttentionSpec:
     """Declaration of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
     Attributes:
-        layer: class of the layer, or ``module:class``; a subclass can set another class.
+        layer: the layer class that is built from this declaration, or its ``module:class`` name. A subclass
+            of the declaration can override it.
         q_rank: width of the compressed queries; None: queries are projected from the hidden states.
         kv_rank: width of the compressed vector from which keys and values are projected.
         rope_head_dim: number of features of each query and key that rotary positions rotate.
@@ -315,8 +318,8 @@ class LatentAttentionSpec:
 
     @property
     def score_macs_per_pair(self) -> int:
-        """Number of multiply-adds for scores and context of all heads, for one pair of query and key
-        positions."""
+        """Number of multiply-adds per pair of a query and a key position, to compute the scores and the
+        context of all heads."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -329,14 +332,14 @@ class LatentAttentionSpec:
 
     @property
     def q_up(self) -> LinearSpec:
-        """The projection of compressed queries to ``nope_head_dim + rope_head_dim`` columns per head. If
-        ``q_rank`` is None, hidden states are projected instead."""
+        """The projection from compressed queries to queries, with ``nope_head_dim + rope_head_dim`` columns
+        per head. If ``q_rank`` is None, its input is the hidden states."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
     @property
     def kv_down(self) -> LinearSpec:
-        """The projection of hidden states to the compressed vector, and to the rotary features of keys."""
+        """The projection from hidden states to the compressed vector and the rotary features of keys."""
         return self._down(self.kv_rank + self.rope_head_dim)
 
     @property
@@ -345,8 +348,8 @@ class LatentAttentionSpec:
 
     @property
     def kv_up(self) -> LinearSpec:
-        """The projection of the compressed vector to keys without positions and to values,
-        ``nope_head_dim + value_head_dim`` columns per head."""
+        """The projection from the compressed vector to values and to the features of keys that are not
+        rotated. It has ``nope_head_dim + value_head_dim`` columns per head."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
@@ -355,8 +358,8 @@ class LatentAttentionSpec:
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def _down(self, width: int) -> LinearSpec:
-        """Return the declaration of a projection to a compressed vector. Every tensor-parallel rank computes
-        the whole vector."""
+        """Declare a projection to a compressed vector. Every tensor-parallel rank computes the whole
+        vector."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
@@ -370,14 +373,14 @@ class LatentAttentionSpec:
         return parameters_within(layers, sequence_parallel=sequence_parallel)
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """Return the number of bytes that a context-parallel rank exchanges before attention, and the number
-        after attention."""
+        """Return two numbers of bytes: those that a context-parallel rank exchanges before attention, and
+        those that it exchanges after attention."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """Return the bytes of all queries, and the bytes of all values, on one rank. Keys are as large as
-        queries."""
+        """Return the bytes of all queries on one rank, and the bytes of all values. Keys take as many bytes
+        as queries."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 

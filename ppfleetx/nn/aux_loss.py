@@ -3,13 +3,13 @@
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
 returns ``hidden`` with unchanged values. The backward pass through the result also backpropagates the
-auxiliary loss. A layer of any pipeline stage can call the function. All losses with the same name together
-add this term to the loss of a step:
+auxiliary loss. A layer of any pipeline stage can call the function. The losses with the same name are added
+up over layers, micro batches and ranks, and contribute this term to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
-The metric ``name`` is the mean of the values, without the weight, over layers and over the valid tokens (or
-sequences, or micro batches) of the step. The logged ``loss`` is only the loss of the task.
+The metric ``name`` is the unweighted mean of the values. The mean is over layers, and over the valid tokens
+(or sequences, or micro batches) of the step. The logged ``loss`` contains only the loss of the task.
 
 Shape letters: s positions of the hidden states on this rank, b rows of the micro batch.
 """
@@ -48,11 +48,11 @@ class AuxLoss:
     Attributes:
         name: name of the metric, declared by the architecture or the task.
         value: a loss for each token ``[s, b]``, for each sequence ``[b]``, or one scalar.
-        divisor: divisor of the sum of the values over a step: the number of valid ``tokens``, the number of
-            valid ``sequences``, or 1 (``step``). It must match the shape of ``value``: a scalar needs
-            ``step``. Values of invalid tokens and sequences are ignored.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, ranks hold terms
-            of a sum. None: the axes whose ranks hold the same hidden states.
+        divisor: what the sum over a step is divided by. ``tokens``: the number of valid tokens, for a value
+            ``[s, b]``. ``sequences``: the number of valid sequences, for a value ``[b]``. ``step``: 1, for a
+            scalar. Values of invalid tokens and sequences are ignored.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same value. Along other axes, the values are
+            summed. None: the axes whose ranks hold the same hidden states.
     """
 
     name: str
@@ -78,8 +78,8 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class AuxLossScope:
-    """Tracks which micro batch each layer is processing, so that auxiliary losses are attached with the loss
-    mask of that micro batch.
+    """Attaches auxiliary losses during a step. It tracks which micro batch each layer is processing, because
+    a loss needs the loss mask of its micro batch.
 
     Args:
         record: function to call with the name and the metric of each loss. It is not called again when the
@@ -114,7 +114,7 @@ class AuxLossScope:
 
         Args:
             divisors: result of :func:`divisors_of`; None: losses get no gradient.
-            loss_scale: factor of all gradients.
+            loss_scale: factor by which the gradients of the losses are multiplied.
         """
         self._micro_batches, self._divisors, self._loss_scale = micro_batches, divisors, loss_scale
         self._passes = {}
@@ -146,9 +146,9 @@ class AuxLossScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """Return what counts in the loss of a micro batch. If ``of`` is ``tokens``, the result is the loss
-        mask ``[s, b]`` at this rank's positions. Otherwise it is ``[b]``: 1 for rows with any valid token,
-        else 0."""
+        """Return the mask of the valid tokens or sequences of a micro batch. If ``of`` is ``tokens``, this is
+        the loss mask ``[s, b]`` at this rank's positions. Otherwise it is ``[b]``: 1 for rows with any valid
+        token, else 0."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -158,15 +158,15 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return the amount that one micro batch adds to the divisor of a metric: the number of its valid
-        tokens or sequences. If ``of`` is ``step``, return its fraction of the step."""
+        """Return the number of valid tokens or sequences (``of``) in a micro batch. If ``of`` is ``step``,
+        return 1 divided by the step's number of micro batches on all data-parallel ranks."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return how many different terms of a loss the ranks along ``mp`` and ``sep`` hold. Ranks along the
-        axes ``same_on`` hold the same term."""
+        """Return the number of terms into which the ranks along ``mp`` and ``sep`` divide a loss. Ranks along
+        the axes ``same_on`` hold the same term."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 
@@ -195,8 +195,8 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """Return what counts in the loss of a micro batch. If ``of`` is ``tokens``, the result is the loss mask
-    ``[b, s]``. Otherwise it is ``[b]``: True for rows with any valid token."""
+    """Return the mask of the valid tokens or sequences of ``batch``. If ``of`` is ``tokens``, this is the
+    loss mask ``[b, s]``. Otherwise it is ``[b]``: True for rows with any valid token."""
     mask = batch.get("loss_mask")
     if mask is None:  # a task without a loss mask
         mask = np.ones(batch["tokens"].shape, np.float32)

@@ -30,7 +30,7 @@ class ChunkTarget:
 
     Attributes:
         labels, mask: ``[b, s]`` at this rank's positions.
-        function: function to call for each chunk, for example the chunk's loss.
+        function: function that is called for each chunk; it returns, for example, the chunk's loss.
     """
 
     labels: paddle.Tensor
@@ -70,8 +70,8 @@ class ChunkedHead(nn.Layer):
 
     Args:
         num_chunks: number of chunks of positions; 1: the head always returns logits.
-        matmul: multiplies by the head's weight. Weight gradients are not deferred, because they are complete
-            before the backward pass begins.
+        matmul: computes the matmul with the head's weight. It never defers the weight's gradient, which the
+            head computes in the forward pass.
     """
 
     def __init__(self, num_chunks: int, matmul: Matmul, *, softcap: float | None = None) -> None:
@@ -81,8 +81,8 @@ class ChunkedHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Context manager in which the head can return :class:`DeferredLogits`. Only the loss may read the
-        logits that the head returns inside it."""
+        """Context manager inside which the head can return :class:`DeferredLogits`. The result of the head
+        may then be used only to compute the loss."""
         self._loss_follows = self.num_chunks > 1
         try:
             yield
@@ -117,7 +117,7 @@ class ChunkedHead(nn.Layer):
 
     def run_chunks(self, whole: paddle.Tensor, target: ChunkTarget) -> Any:
         """Run the head and ``target.function`` on each chunk of hidden states. If gradients are enabled,
-        return the sum over the chunks; otherwise return the results in a list.
+        return the sum of the results; otherwise return the results in a list.
 
         Args:
             whole: hidden states ``[s, b, h]`` of all chunks.
@@ -147,7 +147,7 @@ class _HeadMatrix:
         self.is_transposed, self.matmul, self._cap = is_transposed, matmul, cap
 
     def values(self) -> list[paddle.Tensor]:
-        """Return the values of weight and bias as new leaves, detached from the parameters."""
+        """Return the weight and the bias as new leaf tensors, detached from the parameters."""
         # The forward pass computes gradients, which must not run the hooks of the parameters.
         return [_leaf(self.matmul.leaf_value(one), one.stop_gradient) for one in self.parameters]
 

@@ -23,7 +23,7 @@ may attend to; None: no limit.
 
 
 class AttentionStrategy:
-    """Base class of context-parallel strategies. Used directly, it is the strategy without context
+    """Base class of context-parallel strategies. The base class itself is the strategy without context
     parallelism.
 
     Attributes:
@@ -63,13 +63,13 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Call the function ``attend`` on queries and keys, which are already rotated, and values. A subclass
-        can also communicate among ranks here."""
+        """Return the output of attention, computed by the function ``attend``. Queries and keys are already
+        rotated. A subclass can also communicate among ranks here."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:
         """Exchange the output of attention, ``[s, b, heads * head size]``, among the context-parallel ranks.
-        Afterwards this rank has its own positions again, with all heads."""
+        The result has only this rank's positions, with all heads."""
         return context
 
 

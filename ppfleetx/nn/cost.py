@@ -35,17 +35,17 @@ _REPEATED: dict[str, tuple[Part, ...]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One micro batch on one rank, and the parallel degrees and number formats on which the cost of a layer
-    depends.
+    """The sizes on which the cost of a layer depends: those of one micro batch on one rank, the parallel
+    degrees, and the bytes per element.
 
     Attributes:
         micro_batch: number of sequences.
         seq_len: tokens per sequence, over all context-parallel ranks.
-        activation_bytes, parameter_bytes, gradient_bytes: bytes of one number.
+        activation_bytes, parameter_bytes, gradient_bytes: bytes per element.
         kernels: which kernels run the layers: ``cpu``, ``gpu``, ``plugin`` or ``fused``.
         ep: number of ranks that divide the experts of a layer.
         emp: number of ranks that slice each expert; None: ``mp``.
-        imbalance: number of rows for the experts of the busiest rank, divided by the mean over the ranks.
+        imbalance: number of rows that the busiest rank's experts process, divided by the mean over the ranks.
         rounds_matmuls: whether matmuls with weights round their operands to 16 bits, as on a CPU.
     """
 
@@ -66,7 +66,8 @@ class Work:
 
     @cached_property
     def tokens(self) -> float:
-        """Number of the micro batch's tokens on this rank, before sequence parallelism divides them."""
+        """Number of tokens of the micro batch on this rank. Sequence parallelism is not taken into
+        account."""
         return self.micro_batch * self.seq_len / self.sep
 
     @property
@@ -84,8 +85,8 @@ class Work:
 
     @property
     def new_gradient_share(self) -> float:
-        """Extra memory of a new gradient until it is accumulated, as a fraction of the accumulated gradient;
-        0 if both gradients have the same type."""
+        """Temporary memory of a gradient before it is added to the accumulated gradient, divided by the size
+        of the accumulated gradient; 0 if both have the same type."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
@@ -94,8 +95,8 @@ class Work:
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
-        """Return the bytes of activations ``[tokens, width]`` on one rank, with positions divided by sequence
-        parallelism."""
+        """Return the bytes of activations ``[tokens, width]`` on one rank. Sequence parallelism divides the
+        tokens among the tensor-parallel ranks."""
         return self.bytes_of(width) / self.split
 
 
@@ -129,7 +130,8 @@ class Operation:
         return self.flops * (2.5 if self.kind == "flash" else 2.0)  # flash attention recomputes the scores
 
     def is_repeated(self, recompute: Recompute) -> bool:
-        """Return whether recompute granularity ``recompute`` runs this operation a second time."""
+        """Return whether the backward pass runs this operation again under recompute granularity
+        ``recompute``."""
         return self.part in _REPEATED[recompute]
 
 
@@ -152,8 +154,8 @@ def elementwise(name: str, part: Part, forward: float, backward: float, kernels:
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Return dropout and residual addition as one operation. If ``dropout`` is above 0, its mask of one byte
-    per element is included."""
+    """Return dropout and the residual addition as one operation. If ``dropout`` is above 0, the operation
+    also writes and reads a mask of one byte per element."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)

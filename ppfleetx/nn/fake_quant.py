@@ -113,7 +113,7 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """Return ``maxima`` unchanged, for a tensor that this rank holds as a whole."""
+    """Return ``maxima`` unchanged: no reduction, because this rank holds the whole tensor."""
     return maxima
 
 
@@ -122,14 +122,16 @@ class FakeQuantizer(nn.Layer):
 
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: function that takes the maximum over the ranks whose slices of the weight share a scale.
-        over_input: function that takes the maximum over the ranks that slice the input features.
+        over_weight: takes the maximum of the weight's largest magnitudes over ranks, if their slices of the
+            weight share a scale.
+        over_input: takes the maximum of the input's largest magnitudes over the ranks that slice the input
+            features.
         follows: whether training updates ``input_scale``.
         keeps: whether to cache the rounded weight. Weights must then not change after their first use.
 
     Attributes:
-        input_scale: ``[1]``, moving average of the input's largest magnitude; None if not configured. While
-            it is 0, no input has been seen, and inputs are not rounded.
+        input_scale: ``[1]``, moving average of the input's largest magnitude; None if not configured. It is 0
+            until its first update; until then, inputs are not rounded.
         weight_clip, input_clip: ``[1]``, learned clipping factors; None if not configured.
     """
 
@@ -219,12 +221,12 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Discard the observed input maxima and the cached bound of the weight. This must be called before
+        """Forget the largest input magnitude and the cached bound of the weight. This must be called before
         each step."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
-        """Return the largest input magnitude since the last call, as a tensor ``[]``, and reset it to 0."""
+        """Return the largest input magnitude since the last call, as a scalar tensor, and reset it to 0."""
         largest, self._largest = self._largest, None
         return paddle.zeros([]) if largest is None else largest
 
@@ -240,7 +242,7 @@ class FakeQuantizer(nn.Layer):
 
 
 def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
-    """Make ``linear`` multiply its input and weight after ``quantizer`` has rounded both."""
+    """Attach ``quantizer`` to ``linear``, which then rounds its input and its weight before the matmul."""
     linear.add_sublayer(QUANTIZER, quantizer)
     linear.register_forward_pre_hook(_round)
     linear.register_forward_post_hook(_restore)
@@ -263,7 +265,7 @@ def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
     """Return ``stages`` with fake quantizers on the linears that ``cfg`` selects, and with frozen embeddings
-    if configured. With ``follows``, training updates the scales of the linears' inputs."""
+    if configured. If ``follows`` is True, training updates the input scales."""
     quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
     stages = [stage.extended(quantize) for stage in stages]
     if not cfg.freeze_embedding:

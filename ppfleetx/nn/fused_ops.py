@@ -34,10 +34,10 @@ class FusedOperator:
         kernels: names of Paddle's kernels, forward and backward, that must exist for the element type.
         types: element types with which the operator is used.
         of_plugin: name of the equivalent operator of a device plugin, used instead on the plugin's device.
-        trials: module with the operator's trial: a function with the operator's name that runs the operator
-            and its composite on small tensors.
-        exact_on_cpu: whether the operator's CPU kernel is bitwise equal to its composite and no slower. On a
-            CPU, the setting ``auto`` uses only these operators.
+        trials: module with the operator's trial. The trial is a function with the operator's name. It runs
+            the operator and its composite on small tensors.
+        exact_on_cpu: whether the operator's CPU kernel gives bitwise the same results as its composite, and
+            is not slower. On a CPU, the setting ``auto`` uses only such operators.
     """
 
     kernels: tuple[str, ...]
@@ -154,8 +154,8 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """Return, for each operator and element type, the reason why the operator cannot be used on the current
-    device; None if it can.
+    """Return why operators cannot be used on the current device: a reason for each operator and element type,
+    or None if the operator can be used.
 
     Args:
         by_itself: whether the toolkit chooses the operators (``auto``).
@@ -169,8 +169,8 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """Return the reason why an operator cannot be used with element type ``dtype`` on ``device``, if it is
-    known without a trial; None if only a trial can tell."""
+    """Return the reason why an operator cannot be used with element type ``dtype`` on ``device``; None if
+    only a trial can tell. No trial is run."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -191,8 +191,8 @@ _results: dict[tuple[str, str, str], str | None] = {}
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """Return the results of the trials of ``pairs`` (operator, element type), in the same order. Trials
-    without a cached result are run first: on a CPU in this process, otherwise in a child process."""
+    """Return the result of the trial of each pair (operator, element type), in order. If a result is not
+    cached, the trial is run: on a CPU in this process, otherwise in a child process."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(f"{TABLE[name].trials}:{name}", dtype) for name, dtype in new]
     if not is_card(device):
@@ -213,7 +213,7 @@ def _agree(
     refused: dict[str, str],
     everywhere: Sequence[Mapping[str, Sequence[str]]],
 ) -> None:
-    """Remove from ``taken`` all operators and types that some rank cannot use, so that copies of a parameter
+    """Remove from ``taken`` every operator and type that any rank cannot use. Replicas of a parameter then
     stay bitwise equal. ``everywhere`` contains each rank's ``taken``."""
     for name, kinds in taken.items():
         shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]

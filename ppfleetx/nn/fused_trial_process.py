@@ -29,9 +29,9 @@ Trial = tuple[str, str]
 
 
 def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """Compare fused operators with plain ones (``trials``) in a child process. After a crash, a new child
-    runs the remaining trials. Return one item per trial, in order: a description of the failure, or None.
-    ``device`` includes its number, for example ``gpu:0``."""
+    """Run ``trials``, which compare fused operators with plain ones, in a child process. Return one item per
+    trial, in order: a description of the failure, or None if the results agree. After a crash, a new child
+    runs the remaining trials. ``device`` includes its number, for example ``gpu:0``."""
     found: list[str | None] = []
     while len(found) < len(trials):
         PROGRESS.go_on()
@@ -50,8 +50,12 @@ def tried_in_child(trials: Sequence[Trial], device: str, flags: Mapping[str, Any
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Run trials in one child process. Return whether the child was ready to run trials, the results that it
-    reported, and a description of its crash or timeout ("" if there was none)."""
+    """Run trials in one child process.
+
+    Returns:
+        Whether the child was ready to run trials; the results of the trials that it finished; and a
+            description of its crash or timeout ("" if there was none).
+    """
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -95,7 +99,8 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first informative line of an error message. Lines that Paddle adds around it are skipped."""
+    """Return the first informative line of an error message. Empty lines and the lines that Paddle
+    adds around the message are skipped."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__

@@ -31,8 +31,8 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Compare fused with plain rotary positions, for positions that are not consecutive and several groups of
-    heads."""
+    """Compare the fused rotary embedding with plain operators, for non-consecutive positions and several
+    groups of heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
@@ -41,12 +41,13 @@ def rope(dtype: str) -> Pairs:
 
 
 def swiglu(dtype: str) -> Pairs:
-    """Compare fused SwiGLU with the composite of plain operators."""
+    """Compare fused SwiGLU with plain operators."""
     yield from _both(mlp.fused_swiglu, mlp.swiglu, _random(dtype, [3, 2, 48]))
 
 
 def causal_softmax(dtype: str) -> Pairs:
-    """Compare attention by the fused causal softmax with the reference attention, for grouped queries."""
+    """Compare attention that uses the fused causal softmax with the reference attention, for grouped-query
+    attention."""
     inputs = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
     fused = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]}))
     yield from _both(partial(_reference, options=fused), _reference, inputs)
@@ -74,7 +75,8 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Compare fused with plain accumulation of weight gradients, in two matmuls with the same weight."""
+    """Compare the fused kernel that accumulates weight gradients with plain operators. Two matmuls use the
+    same weight."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
@@ -90,8 +92,8 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Compare two matmuls that share one 16-bit copy of a weight with two matmuls that each cast the
-    weight."""
+    """Compare two matmuls that share a 16-bit copy of a weight with two matmuls that each cast the weight
+    themselves."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]

@@ -74,8 +74,8 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _token_dispatcher(ctx: ParallelContext) -> TokenDispatcher:
-    """Return the token dispatcher for the parallel plan of ``ctx``. The groups ``ep`` and ``emp`` exist only
-    in a model with experts."""
+    """Return the token dispatcher for the parallel plan of ``ctx``. In a model without experts, the groups
+    ``ep`` and ``emp`` do not exist."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     return TokenDispatcher(
         ep=ctx.groups.get("ep"), emp=ctx.groups.get("emp"), alike=alike, levels=ctx.levels_of("ep")
@@ -86,7 +86,7 @@ class LocalFactory:
     """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model without tensor parallelism.
 
     Attributes:
-        mesh, rank: the device mesh and this rank, which determine the slices of parameters.
+        mesh, rank: the device mesh and the number of this rank. They determine the slices of parameters.
     """
 
     keeps_weights = sequence_parallel = False
@@ -136,8 +136,8 @@ class LocalFactory:
         return self._declared(fake, quantizer(matrix, quantizer_numbers(cfg), sequence_parallel=split))
 
     def _maxima(self, linear: nn.Layer, cfg: QuantizationConfig) -> dict[str, Reduce]:
-        """Return the arguments ``over_weight`` and ``over_input`` of the linear's :class:`FakeQuantizer`. If
-        an argument is missing, its maximum needs no communication."""
+        """Return the keyword arguments ``over_weight`` and ``over_input`` of the linear's
+        :class:`FakeQuantizer`. An argument is left out if no reduction over ranks is needed."""
         return {}
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
@@ -151,8 +151,8 @@ class LocalFactory:
         return self._declared(branch, specs)
 
     def _join_of(self, cut: Placement) -> Callable[[paddle.Tensor], paddle.Tensor] | None:
-        """Return the communication between the two matmuls of an adapter; None if no communication is needed.
-        ``cut`` is the tensor-parallel placement of the linear's matrix."""
+        """Return the function that communicates between the two matmuls of an adapter; None if none is
+        needed. ``cut`` is the tensor-parallel placement of the linear's matrix."""
         return None
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
@@ -170,7 +170,8 @@ class LocalFactory:
         """Make a norm over the last dimension.
 
         Raises:
-            ConfigError: the norm is not registered, or was registered with other parameters than it has.
+            ConfigError: the norm is not registered, or its registration declares other parameters than the
+                layer has.
         """
         size, traits, specs = spec.head_size or spec.size, NORMS.traits(spec.kind), self._parameters(spec)
         layer = NORMS.make(spec.kind, size, spec.epsilon, gives=nn.Layer)

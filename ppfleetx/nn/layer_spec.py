@@ -19,13 +19,13 @@ Specs = dict[str, ParamSpec]
 
 
 class LayerSpec(Protocol):
-    """Interface of a layer's declaration. Declarations of whole layers also have ``operations``
-    (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.activation_memory`)."""
+    """Interface of a layer's declaration. Declarations of attention and MLP layers also have methods
+    ``operations`` (:mod:`ppfleetx.nn.cost`) and ``tape`` (:mod:`ppfleetx.nn.activation_memory`)."""
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Return the declaration of each parameter, with its global shape, by its name within the layer. With
-        ``sequence_parallel``, gradients that are computed from only some of the positions are declared as
-        partial sums."""
+        """Return the declarations of the layer's parameters, by name within the layer. Shapes are global.
+        With ``sequence_parallel``, a gradient that each rank computes from only some positions is declared as
+        a partial sum."""
 
 
 def within(layer: str, specs: Specs) -> Specs:
@@ -54,9 +54,9 @@ class LinearSpec:
         cut: the dimension that tensor parallelism slices: output features (``columns``), input features
             (``rows``) or none (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
-        parts: the matrices that are fused into this one; empty: it is not fused.
-        of_trunk: for a ``whole`` linear: whether its input has only this rank's positions under sequence
-            parallelism.
+        parts: the matrices that are fused into this one; empty if it is a single matrix.
+        of_trunk: whether, under sequence parallelism, the input has only this rank's positions. Used if
+            ``cut`` is ``whole``.
     """
 
     in_features: int
@@ -133,9 +133,10 @@ class NormSpec:
         kind: a value of ``Model.normalization``.
         gain: initial value of the gain.
         inside_heads: whether each head is normalized separately, with one gain shared by all heads.
-        over_heads: whether the gain covers all heads together, so that tensor parallelism slices it.
-        head_size: size of a head, if each head is normalized separately with its part of the gain; None: all
-            heads are normalized as one vector. Only used with ``over_heads``.
+        over_heads: whether the gain has a separate element for each feature of each head. Tensor parallelism
+            then slices the gain.
+        head_size: only with ``over_heads``: the size of a head, if each head is normalized separately; None:
+            all heads are normalized together as one vector.
         before_split: whether the input has all positions, even under sequence parallelism.
     """
 
@@ -149,8 +150,8 @@ class NormSpec:
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Declare ``weight`` and, if the norm has one, ``bias``. Gradients are partial sums if
-        tensor-parallel ranks have the same gain but normalize different positions or heads."""
+        """Declare ``weight`` and, if the norm has one, ``bias``. If tensor-parallel ranks share the gain but
+        normalize different positions or heads, the gradients are declared as partial sums."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}

@@ -63,13 +63,13 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Return whether ``x`` is on a CPU and gradients are enabled, so that operators with a faster backward
-    pass are worth using. Always False during an export."""
+    """Return whether ``x`` is on a CPU and gradients are enabled. In this case, operators with a faster
+    backward pass are used. Always False during an export."""
     return paddle.in_dynamic_mode() and paddle.is_grad_enabled() and x.place.is_cpu_place()
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """Return ``x + bias``, computed so that the bias gradient is a matrix-vector product, which is fast on a
+    """Return ``x + bias``. The bias gradient is computed as a matrix-vector product, which is fast on a
     CPU."""
     width = bias.shape[0]
     rows = x.reshape([-1, width])
@@ -109,8 +109,8 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return two results for each token: the row to read in this rank's part of the embedding table, and
-    whether the token belongs to this part, ``[..., 1]``. Tokens of other parts get an arbitrary row."""
+    """Return the row of each token in this rank's part of the embedding table, and whether the token belongs
+    to this part (``[..., 1]``). Tokens that belong to other ranks get an arbitrary row."""
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
     # Other tokens get different rows: a GPU is slow to add many gradients to one row, even zeros.

@@ -42,7 +42,8 @@ class LoraBranch(nn.Layer):
         self._matmul = matmul or Matmul()
 
     def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
-        """Map the linear's input ``x [..., in]`` to ``[..., out]``, to be added to the linear's output.
+        """Return the adapter's output ``[..., out]`` for the linear's input ``x [..., in]``. It is added to
+        the linear's output.
 
         Args:
             counts: number of rows for each expert; None: the linear has one matrix.
@@ -60,7 +61,7 @@ class LoraBranch(nn.Layer):
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
     """Return ``stages`` with adapters on the linears that ``cfg`` selects, and with all other parameters
-    frozen. The ``finish`` function of each stage is replaced."""
+    frozen. The ``finish`` function of each stage is replaced, not extended."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

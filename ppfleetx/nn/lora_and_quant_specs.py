@@ -32,7 +32,8 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """Return the declarations ``specs`` after the changes by ``Model.lora`` and the section ``Compress``."""
+    """Return the declarations ``specs`` with the changes that ``Model.lora`` and the section ``Compress``
+    require."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:
@@ -89,8 +90,9 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """Declare a low-rank adapter of ``matrix [in, out]``. The adapter's ``a [in, rank]`` is sliced like the
-    matrix's input features, and ``b [rank, out]`` like the matrix's output features."""
+    """Declare a low-rank adapter of ``matrix [in, out]``. Tensor parallelism slices the adapter's
+    ``a [in, rank]`` if it slices the matrix's input features, and ``b [rank, out]`` if it slices the matrix's
+    output features."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -120,8 +122,8 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def linear_kind(matrix: ParamSpec) -> str | None:
-    """Return the layer type of a linear with this matrix, as in
-    ``Compress.Quantization.quantizable_layer_type``. None if tensor parallelism never slices the matrix."""
+    """Return the layer type of a linear with this matrix, as named in
+    ``Compress.Quantization.quantizable_layer_type``; None if tensor parallelism never slices the matrix."""
     axis = matrix.view.tensor
     return _KINDS.get((axis, matrix.placement(axis)))
 
@@ -157,16 +159,16 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """Declare the parameter that stores the quantized integers of a frozen ``matrix``. Each of its rows packs
-    ``per_row`` input features: 1 with 8 bits, 2 with 4 bits."""
+    """Declare the parameter that stores the quantized integers of a frozen ``matrix``. Each row of the
+    parameter packs ``per_row`` input features: 1 with 8 bits, 2 with 4 bits."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
 
 
 def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
-    """Declare the scales of a frozen ``matrix``. Each output feature has one scale, or one for each group of
-    input features. With an asymmetric ``form``, an offset follows each scale."""
+    """Declare the scales of a frozen ``matrix``. Each output feature has one scale, or one scale per group of
+    input features. If ``form`` is asymmetric, an offset follows each scale."""
     *experts, width_in, width_out = matrix.shape
     shape = (*experts, num_scales(width_in, form), width_out)
     spec = replace(matrix, shape=shape, dtype="float16" if form.asymmetric else "float32", trains=False)
@@ -178,7 +180,7 @@ def scales(matrix: ParamSpec, form: Form) -> ParamSpec:
 
 
 def num_scales(in_features: int, form: Form) -> int:
-    """Return the number of scales (and offsets) per output feature of a quantized matrix."""
+    """Return the number of scales per output feature of a quantized matrix. Offsets, if any, are included."""
     num_groups = in_features // form.group_size if form.group_size else 1
     return num_groups * (2 if form.asymmetric else 1)
 

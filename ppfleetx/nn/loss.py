@@ -43,8 +43,8 @@ def token_loss(
             same result. None: this rank has all columns.
 
     Returns:
-        The loss, a scalar in float32 (float64 without gradients), and a function that returns the losses of
-            the rows.
+        The loss, a scalar in float32 (float64 without gradients), and a function that returns the loss of
+            each row.
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_loss, true_vocab=true_vocab, group=group)
@@ -79,9 +79,9 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
 
 
 def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return the cross entropy of each token, from logits whose columns are divided over the ranks of
-    ``group``. While gradients are recorded, this is the kernel's float32 result. Under ``no_grad``, it is a
-    more exact float64 result, and NaN for a token with a logit that is not finite."""
+    """Return the cross entropy of each token. The columns of ``logits`` are divided over the ranks of
+    ``group``. With gradients, this is the float32 result of Paddle's kernel. Under ``no_grad``, it is float64
+    (on a CPU, also more exact), and NaN for a token with a logit that is not finite."""
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 
@@ -127,15 +127,15 @@ def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOut
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
-    """Return the sums over the last axis of a float32 tensor in host memory, as float64. NumPy adds pairwise,
-    which is more exact than adding one by one."""
+    """Return the sums over the last axis of a float32 tensor in host memory, as float64. NumPy computes the
+    sums, because its pairwise summation is more exact than adding one by one."""
     sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
     return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """Return 0 for each position of ``logits [s, b, columns]`` whose logits are all finite, else NaN. The
-    result is ``[s, b]``."""
+    """Return ``[s, b]``: 0 for each position whose ``logits [s, b, columns]`` are all finite, NaN for the
+    others."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.
     return logits.sum(axis=-1) * 0.0
 

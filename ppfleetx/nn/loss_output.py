@@ -19,13 +19,13 @@ only the tensor-parallel axis."""
 
 @dataclass(frozen=True)
 class Sum:
-    """A metric before division.
+    """A metric as a sum that has not been divided by its count yet.
 
     Attributes:
         value: sum over this rank's part of the micro batch, a scalar without a gradient.
         count: number of tokens (or other items) in the sum.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same value and count. Along all other axes,
-            values and counts are summed.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same value and count, which are counted once.
+            Along all other axes, values and counts are summed.
     """
 
     value: paddle.Tensor

@@ -21,8 +21,8 @@ def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """Return the mask of allowed pairs of queries and keys, ``[batch, 1, queries, keys]``. The batch
-    dimension is 1 without ``document_start``.
+    """Return the mask of the keys that each query may attend to, ``[batch, 1, queries, keys]``. Without
+    ``document_start``, the batch dimension is 1.
 
     Args:
         document_start: ``[batch, queries]``, the first position that each query may attend to, for packed
@@ -42,8 +42,8 @@ def window_start(
     document_start: paddle.Tensor | None,
     num_keys: int | None = None,
 ) -> paddle.Tensor:
-    """Return, for each of the last ``length`` positions, the first position that is inside both the attention
-    window and the document, ``[batch, length]``.
+    """Return the first position that each of the last ``length`` positions may attend to, as
+    ``[batch, length]``. It is the first one inside both the attention window and the document.
 
     Args:
         num_keys: total number of positions, including cached ones; None: ``length``.
@@ -82,8 +82,8 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """Return the mask of allowed pairs of queries and keys, ``[batch, 1, queries, keys]``, for queries that
-    follow cached keys.
+    """Return the mask of the keys that each query may attend to, ``[batch, 1, queries, keys]``, if the
+    queries follow cached keys.
 
     Args:
         num_keys: number of columns of the cache. The last columns can be empty.

@@ -60,7 +60,7 @@ class Exchange:
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
         """Start to sum the input's gradient over the ranks. Return a function that waits for the sum and
-        returns it, in the shape of this rank's input. ``gradient`` can be overwritten."""
+        returns it, in the shape of this rank's input. The sum may be written into ``gradient``."""
         task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
         return _finish(task, gradient)
 
@@ -85,8 +85,8 @@ class ScatteredInput(Exchange):
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """Return a function that waits for ``task`` and returns ``result``. The function keeps the tensors
-    ``_used`` in memory until then."""
+    """Return a function that waits for ``task`` and returns ``result``. The tensors ``_used`` stay in memory
+    as long as the function exists."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -143,9 +143,8 @@ class Matmul:
 
         Args:
             is_transposed: whether the weight is stored as ``[out, in]``; there is then no bias.
-            exchange: communication for a column-parallel weight, which lets the backward pass reduce the
-                input's gradient over the ranks while it computes the weight's gradient; None: no
-                communication.
+            exchange: communication for a column-parallel weight; None: no communication. In the backward
+                pass, the input's gradient is reduced over the ranks while the weight's gradient is computed.
         """
         if not paddle.in_dynamic_mode():  # while exporting
             return _product(x, weight, bias, is_transposed)
@@ -167,8 +166,9 @@ class Matmul:
         return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`: the 16-bit copy of ``parameter``
-        if copies are kept, else ``parameter``. In bfloat16 on a CPU, return ``parameter`` in both cases."""
+        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`. This is the 16-bit copy of
+        ``parameter`` if copies are kept (:meth:`kept`), else ``parameter``. With bfloat16 on a CPU, it is
+        always ``parameter``."""
         return parameter.detach() if bfloat16.in_autocast() else self.value(parameter)
 
     def apart(
@@ -179,8 +179,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Return ``x @ leaf + bias``, where ``leaf`` is the result of :meth:`leaf_value` for ``parameter``.
-        The weight's gradient goes to ``leaf`` instead of ``parameter``."""
+        """Return ``x @ leaf + bias``. ``leaf`` is the value of the weight ``parameter`` (see
+        :meth:`leaf_value`). The weight's gradient goes to ``leaf``, not to ``parameter``."""
         if bfloat16.in_autocast():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -221,7 +221,8 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the 16-bit copy of ``parameter`` if copies are kept, else the detached parameter."""
+        """Return the 16-bit copy of ``parameter`` if copies are kept (:meth:`kept`), else the detached
+        parameter."""
         # Only parameters have copies, because a computed tensor is freed after its matmul and its id is
         # reused.
         is_kept = self._dtype is not None and self._copies is not None
@@ -236,8 +237,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the 16-bit copy of ``parameter`` if copies are kept, else ``parameter``. In both cases, the
-        gradient reaches the parameter."""
+        """Return the 16-bit copy of ``parameter`` if copies are kept (:meth:`kept`), else ``parameter``. In
+        both cases, ``parameter`` gets the gradient."""
         if self._dtype is None or self._copies is None or bfloat16.in_autocast():
             return parameter  # in bfloat16 on a CPU, _CpuWork takes the copy
         value = self.value(parameter)
@@ -271,23 +272,23 @@ class Matmul:
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """Mark the end of a backward pass, so that :meth:`run_next` can compute the pass's weight
-        gradients."""
+        """Mark the end of the backward pass of a micro batch. After this, :meth:`run_next` can compute the
+        deferred weight gradients of the micro batch."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
     def run_next(self) -> None:
-        """Compute the deferred weight gradients of the oldest micro batch. The hooks of parameters run as in
-        a usual backward pass."""
+        """Compute the deferred weight gradients of the oldest micro batch that still has some. Parameter
+        hooks run as in an ordinary backward pass."""
         work = self._waiting.popleft()
         with paddle.amp.auto_cast(enable=False):
             while work:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Call the function ``call`` when the gradients of all weights that the current backward pass has
-        reached so far are complete. If gradients are deferred, :meth:`run_next` calls the function; otherwise
-        it is called immediately."""
+        """Call the function ``call`` once all weight gradients that this backward pass has reached so far are
+        complete. Without deferred gradients, that is immediately. Otherwise, :meth:`run_next` calls the
+        function after it has computed those gradients."""
         if self.defers:
             self._open.append(call)
         else:
@@ -311,7 +312,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """One matmul with one weight, with functions that compute the product and its gradients."""
+    """One matmul with one weight, with methods that compute the product and its gradients."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -330,12 +331,12 @@ class _Work:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """Convert the input to the dtype in which it is kept for the weight's gradient."""
+        """Convert the input to the dtype in which it is kept until the weight's gradient is computed."""
         return in_dtype(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """Convert the upstream gradient to the dtype in which it is multiplied. Also return the gradient of
-        the bias, or None if the conversion does not compute it."""
+        """Convert the upstream gradient to the dtype in which the backward matmuls are computed. Also return
+        the bias gradient, or None if the conversion does not compute it."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -359,7 +360,7 @@ class _CpuWork(_Work):
     """A matmul in bfloat16 on a CPU.
 
     Args:
-        value: the weight's bfloat16 copy, or the float32 weight, which is then rounded for each matmul.
+        value: the weight's bfloat16 copy, or the float32 weight. A float32 weight is rounded in each matmul.
     """
 
     def __init__(
@@ -393,9 +394,8 @@ class _CpuWork(_Work):
 
 
 class _GroupedWork(_Work):
-    """One grouped matmul, with functions that compute the product and its gradients. Each row of
-    ``x [rows, in]`` is multiplied by the matrix of its group in ``weight [groups, in, out]``. Rows are sorted
-    by group."""
+    """One grouped matmul, with methods that compute the product and its gradients. Rows are sorted by group.
+    Each row of ``x [rows, in]`` is multiplied by its group's matrix in ``weight [groups, in, out]``."""
 
     def __init__(self, weight: paddle.Tensor, counts: Counts) -> None:
         super().__init__(weight, False, None, None)
@@ -538,8 +538,8 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 
 
 class _Given(PyLayer):
-    """Autograd function that delivers a weight's deferred gradient. The forward pass returns 0; the backward
-    pass computes the gradient."""
+    """Autograd function that computes a weight's deferred gradient in its backward pass. The forward pass
+    returns 0."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:

@@ -195,7 +195,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of weight elements, without biases, in the experts that are not chosen for a position."""
+        """Number of weights, without biases, in the experts of a layer that a position does not use."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -213,10 +213,10 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return a copy of ``work`` in which the micro batch consists of the rows for one rank's experts.
+        """Return a copy of ``work`` in which the micro batch is the rows that one rank's experts process.
 
         Args:
-            load: number of rows for the rank's experts, divided by the mean over the ranks.
+            load: number of rows that the rank's experts process, divided by the mean over the ranks.
         """
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
@@ -228,7 +228,7 @@ class MoESpec:
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """Return the operations of the layer for the memory simulation
-        (:mod:`ppfleetx.nn.activation_memory`), on the rank with the most rows for its experts. The output
+        (:mod:`ppfleetx.nn.activation_memory`), on the rank whose experts process the most rows. The output
         tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4

@@ -123,8 +123,8 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """Return a mask ``[s, b, experts]`` of the choices that the balancing loss counts. They can differ
-        from the actual choices ``chosen``."""
+        """Return a mask ``[s, b, experts]`` of the choices that the balancing loss counts. Depending on the
+        configuration, these are the actual choices (``chosen``) or the experts with the highest scores."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":  # only the best expert of each position
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -140,8 +140,8 @@ class Router(nn.Layer):
 
         Args:
             loads: ``[experts]``, how often each expert was chosen in the global batch. Used for the bias.
-            shares: ``[experts]``, each expert's fraction of the choices that the balancing loss counts, with
-                sum 1. For the loss ``pooled``, this is the mean over all layers.
+            shares: ``[experts]``, each expert's fraction of the choices that the balancing loss counts. The
+                fractions sum to 1. With the loss ``pooled``, they are the means over all layers.
         """
         if self.weight.stop_gradient:
             return
@@ -238,7 +238,7 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Return one row per kept choice, sorted by expert: a copy of the position's row in
+        """Return one row per kept choice, sorted by expert. Each is a copy of its position's row in
         ``rows [positions, h]``."""
         if not paddle.in_dynamic_mode():  # while exporting
             return self.gather(rows)
@@ -268,8 +268,8 @@ class Order:
 
         Args:
             outputs: one row per kept choice, sorted by expert.
-            weights: ``[positions, top_k]``, weights of the outputs, which must be 0 for dropped choices.
-                None: the sum is not weighted, which requires that no choice was dropped.
+            weights: ``[positions, top_k]``, weights of the outputs. The weights of dropped choices must be 0.
+                None: the sum is not weighted; then no choice may have been dropped.
         """
         if self.kept is not None and outputs.shape[0] == 0:  # all choices of this rank were dropped
             return paddle.zeros([self._place.shape[0], outputs.shape[-1]], outputs.dtype)
@@ -282,11 +282,11 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values [positions, top_k]`` to a column ``[kept choices, 1]``, sorted by expert."""
+        """Convert ``values [positions, top_k]`` to ``[kept choices, 1]``, sorted by expert."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``values``, one per kept choice and sorted by expert, to ``[positions, top_k]``. The
+        """Convert ``values`` from one per kept choice, sorted by expert, to ``[positions, top_k]``. The
         entries of dropped choices are arbitrary."""
         if values.shape[0] == 0:
             return paddle.zeros(self._place.shape, values.dtype)

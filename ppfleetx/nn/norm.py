@@ -95,11 +95,10 @@ class SlicedRMSNorm(RMSNorm):
 
 
 class PerHeadNorm(nn.Layer):
-    """A norm over each head, with a separate gain for each head: ``weight [heads * size]``.
+    """A norm that normalizes each head separately. Each head has its own gain: ``weight [heads * size]``.
 
     Args:
-        norm: norm over one head of ``size`` elements, without ``bias``. Its gain is replaced by the constant
-            1.
+        norm: norm over one head of ``size`` elements, without ``bias``. Its own gain is fixed to 1.
         width: ``heads * size`` for the heads on this rank.
         zero_centered: whether the gain is ``1 + weight``.
     """

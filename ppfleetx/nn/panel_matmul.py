@@ -69,8 +69,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix in the format that fused blocks use for ``num_rows`` rows; None if there is too
-        little memory for panels.
+        """Return the matrix as the operator for fused blocks needs it to multiply ``num_rows`` rows; None if
+        there is too little memory for panels.
 
         Returns:
             The name of the format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and the array.

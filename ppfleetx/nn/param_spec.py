@@ -1,5 +1,5 @@
-"""Declarations of parameters, and functions that derive slices, gradient reductions, owners and checkpoint
-writers from a declaration and a device mesh. This module does not import Paddle.
+"""Declarations of parameters. From a declaration and a device mesh, functions derive each rank's slice, the
+gradient reductions, the owner, and the ranks that write checkpoints. This module does not import Paddle.
 
 A *view* arranges the ranks as a grid with named axes. Dense parameters use one view, and parameters of
 experts use another.
@@ -41,9 +41,9 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a norm's gain.
-    Dimension ``dim`` consists of periods of ``period`` indices. In each period, the part has the ``width``
-    indices that begin at ``offset``."""
+    """One matrix inside a fused parameter, such as the queries in a fused projection, or one head of a norm's
+    gain. Dimension ``dim`` is divided into periods of ``period`` indices. In each period, ``width`` indices
+    from ``offset`` on belong to the part."""
 
     name: str
     dim: int
@@ -154,15 +154,15 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return ``(axis,)``, where each rank along ``axis`` owns some of the parameters (ZeRO); ``()`` if every
+    """Return the axis along which ZeRO divides the ownership of parameters, as ``(axis,)``; ``()`` if every
     rank owns all of its parameters."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
 def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """Choose an owner for each parameter, so that ranks own about equal numbers of elements. Return the
-    number of the owning rank by parameter name.
+    """Choose an owner for each parameter. Return the number of the owning rank by parameter name. All ranks
+    own about the same number of elements.
 
     Args:
         sizes: number of elements of each parameter, by name.
@@ -180,8 +180,8 @@ def assign_owners(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str]
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the process groups over which a parameter's gradient is summed, in this order. Each group is
-    given by its axes. Under sharding, the reduction to the parameter's owner comes first and is not
+    """Return the process groups over which a parameter's gradient is summed, in the order of the sums. Each
+    group is given by its axes. Under sharding, the reduction to the parameter's owner comes first and is not
     included."""
     # The order affects the last bits. Replicas are summed in one group, because two successive sums would add
     # the numbers in different orders on different ranks. Tied copies (pp) come last, because the sum of two
@@ -197,15 +197,16 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """Return ``(axis,)`` with the tensor-parallel axis if its ranks hold replicas of the parameter, which
-    must get bitwise equal gradients. Return ``()`` if tensor parallelism slices the parameter or is off."""
+    """Return the tensor-parallel axis, as ``(axis,)``, if its ranks hold replicas of the parameter. The
+    gradients of such replicas must be bitwise equal. Return ``()`` if tensor parallelism slices the parameter
+    or is off."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.placement(axis) == REPLICATE else ()
 
 
 def may_lack_gradient(spec: ParamSpec) -> bool:
-    """Return whether the gradient can still be None after a backward pass, as for an expert without
-    tokens."""
+    """Return whether the parameter can have no gradient after a backward pass, such as an expert that
+    received no tokens."""
     return spec.trains and "ep" in spec.view.axes
 
 
@@ -237,15 +238,15 @@ def writes(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
 
 
 def _is_first_copy(spec: ParamSpec, mesh: Mesh, rank: int, axes: Axes) -> bool:
-    """Return whether ``rank`` has coordinate 0 along all of ``axes`` that replicate the parameter. The
-    pipeline axis and the owner axis are ignored."""
+    """Return whether ``rank`` has coordinate 0 along each of ``axes`` whose ranks hold replicas of the
+    parameter. The pipeline axis and the owner axis are ignored."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     return all(at[a] == 0 for a in axes if a not in without and spec.placement(a) == REPLICATE)
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """Return the process groups that parameters with these declarations need, in the order in which all ranks
-    must create them. Each group is given by its axes."""
+    """Return the process groups that parameters with these declarations need. All ranks must create the
+    groups in this order. Each group is given by its axes."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -254,6 +255,6 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Return the process groups ``sums`` in the order in which gradients are summed over them, without
-    duplicates. Each group is given by its axes."""
+    """Return the process groups ``sums`` without duplicates, in the order in which gradients are summed over
+    them. Each group is given by its axes."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

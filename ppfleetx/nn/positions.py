@@ -42,8 +42,8 @@ class Positions:
         rotary: rotates queries and keys in every block; None: no rotary positions.
         local_rotary: replaces ``rotary`` in blocks with an attention window; None: no replacement.
         biases: whether blocks add linear biases to the scores (ALiBi).
-        switch_length: largest length of a sequence that uses the first of LongRoPE's two sets of angles;
-            None: there is only one set.
+        switch_length: largest sequence length for which LongRoPE uses its angles for short sequences; None:
+            one set of angles serves all lengths.
     """
 
     table_rows: int | None = None
@@ -92,8 +92,8 @@ def alibi(cfg: ModelConfig) -> Positions:
 
 
 def none(cfg: ModelConfig) -> Positions:
-    """Return :class:`Positions` without any position embedding. Only the causal mask makes attention depend
-    on the order of tokens."""
+    """Return :class:`Positions` without a position embedding. Attention then depends on the order of tokens
+    only through the causal mask."""
     return Positions()
 
 
@@ -108,11 +108,13 @@ class RotaryEmbedding:
         max_positions: number of positions in the tables.
         base: base of the frequencies, 10000 in the paper.
         scaling: how frequencies are scaled; None: they are not scaled.
-        interleaved: whether neighboring features form a pair; otherwise, a pair has one feature of each half.
+        interleaved: whether the features of a pair are neighbors; otherwise, feature ``i`` forms a pair with
+            feature ``i + head_dim / 2``.
 
     Attributes:
-        switch_length: largest length of a sequence that uses the first of LongRoPE's two sets of angles;
-            None: there is only one set. With two sets, all ``position_ids`` must come from :func:`places`.
+        switch_length: largest sequence length for which LongRoPE uses its angles for short sequences; None:
+            one set of angles serves all lengths. If it is set, ``position_ids`` must be results of
+            :func:`places`.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -157,7 +159,8 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with the fused kernel in float32. In 16 bits, the kernel would round cos and sin."""
+        """Rotate ``x`` with the fused kernel in float32, because in 16 bits the kernel would round cos and
+        sin."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
@@ -185,14 +188,14 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """Convert ``rows``, with positions before heads, to the dtype and layout of ``x``, with heads before
-        positions."""
+        """Convert ``rows`` to the dtype and layout of ``x``: the positions move from before the heads to
+        after them."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-        """Rotate by a product with a permutation matrix. On a CPU, this is six times as fast as plain
-        operators, with bitwise equal results."""
+        """Rotate ``x`` with the help of a matmul by a signed permutation matrix. On a CPU, this is six times
+        as fast as plain operators, with bitwise equal results."""
         if self.interleaved:
             cos, sin = (table.repeat_interleave(2, axis=-1).expand_as(x) for table in (cos, sin))
         else:
@@ -238,7 +241,8 @@ def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
 def _whole_tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, ...]:
-    """Return cos and sin tables ``[1, rows, 1, head_dim]`` with the same angles in both halves of a head."""
+    """Return cos and sin tables ``[1, rows, 1, head_dim]``: the results of :func:`_tables`, repeated for both
+    halves of a head."""
     tables = _tables(max_positions, head_dim, base, scaling, device)
     return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 

@@ -75,8 +75,8 @@ class QuantizedMatrix:
 
     @property
     def _rounds_rows(self) -> bool:
-        """Whether the matmul can multiply integers by integers, and apply the scales to the product. This
-        requires rounded inputs, and a matrix with one scale per column and no offsets."""
+        """Whether the matmul can multiply the integers of both operands, and apply the scales afterwards.
+        This requires rounded inputs, and a matrix with one scale per column and no offsets."""
         return self.rounds_activations and self.form.group_size is None and not self.form.asymmetric
 
     def integers(self) -> paddle.Tensor:
@@ -152,7 +152,7 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
-        If inputs are rounded, the result can lack the scales, and must be used only through
+        If inputs are rounded, the scales can be missing in the result. It must then be used only in
         :meth:`rescaled`, which applies the scales."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
@@ -204,8 +204,8 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """Autograd function of a matmul with a quantized matrix. The gradient of ``x`` ignores the rounding of
-    ``x``."""
+    """Autograd function of a matmul with a quantized matrix. Only ``x`` gets a gradient, as if it had not
+    been rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -231,8 +231,8 @@ class QuantizedLinear(nn.Layer):
     Args:
         linear: the linear to replace.
         form: quantization format of the matrix (bits, group size, asymmetric or not).
-        enter, leave: communication applied to the input, and to the output before the bias is added; None:
-            no communication.
+        enter, leave: functions that communicate: ``enter`` is applied to the input, ``leave`` to the output
+            before the bias is added. None: no communication.
 
     Attributes:
         spec: declaration of the matrix ``[in, out]`` before quantization.

@@ -49,5 +49,5 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:
-    """Return whether the layer is in training with gradients enabled, as recomputation requires."""
+    """Return whether the layer is in training mode and gradients are enabled, as recomputation requires."""
     return layer.training and paddle.is_grad_enabled()

@@ -13,7 +13,8 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 def inverse_frequencies(
     head_dim: int, base: float, scaling: RopeScalingConfig | None, *, is_long: bool = False
 ) -> np.ndarray:
-    """Return the rotation angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
+    """Return the frequency of each pair of features, ``[head_dim / 2]``: the angle in radians by which the
+    pair is rotated per position.
 
     Args:
         scaling: how frequencies are scaled; None: they are not scaled.
@@ -44,14 +45,14 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def longrope_attention_factor(factor: float, original_length: int) -> float:
-    """Return LongRoPE's default factor of cos and sin, for sequences that can be ``factor`` times as long as
-    ``original_length``."""
+    """Return the factor by which LongRoPE multiplies cos and sin by default, if it extends the context from
+    ``original_length`` to ``factor * original_length``."""
     return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
     """Return the factor by which DeepSeek's latent attention multiplies the scores if rotary frequencies are
-    scaled. The factor of cos and sin (:func:`attention_factor`) applies in addition."""
+    scaled. It applies in addition to the factor of cos and sin (:func:`attention_factor`)."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2

@@ -127,8 +127,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Return the updated ``bias [experts]`` for the loads ``[experts]``. The bias of an expert is raised by
-    ``rate`` if its load is below the mean, and lowered by ``rate`` if its load is above the mean."""
+    """Return ``bias [experts]`` after an update. The bias of an expert is raised by ``rate`` if its load is
+    below the mean of ``loads [experts]``, and lowered by ``rate`` if it is above."""
     return bias + rate * (loads.mean() - loads).sign()
 
 
@@ -146,7 +146,7 @@ def within_capacity(
     choices, 0 for dropped ones. All positions of the sequences must be on this rank.
 
     Args:
-        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. Choices of positions with 0 are
+        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. The choices of other positions are
             never dropped.
         factor: capacity factor. In each sequence, an expert keeps at most ``factor`` times the mean number of
             choices per expert.

@@ -45,7 +45,7 @@ class Tie:
 
     Attributes:
         key: canonical name of the sub-layer; its parameters are named ``{key}.weight`` in every stage.
-        attribute: name of the attribute of each stage's layer that holds the sub-layer.
+        attribute: name of the attribute that holds the sub-layer, in the layer of each stage.
     """
 
     # All parameters of the sub-layer must be shared. A parameter that is not shared would get no gradient in
@@ -64,8 +64,8 @@ class Stage:
             tensors (in the last stage, to one tensor).
         kwargs: arguments of the class.
         tie: the sub-layer that is shared with other stages; None: there is none.
-        wraps: whether the layer contains a single sub-layer, which has the stage's own name. This name then
-            appears once in the names of parameters: ``head.weight``, not ``head.head.weight``.
+        wraps: whether the layer is only a wrapper around a sub-layer with the stage's name. Parameter names
+            then contain this name once: ``head.weight``, not ``head.head.weight``.
         finish: function that can modify the new layer before its parameters get names and values.
     """
 
@@ -77,7 +77,8 @@ class Stage:
     finish: Finish | None = None
 
     def extended(self, extend: Finish) -> Stage:
-        """Return a copy of the stage whose ``finish`` calls ``extend`` and then the original ``finish``."""
+        """Return a copy of the stage. Its ``finish`` calls ``extend`` first, and then the original
+        ``finish``."""
         return replace(self, finish=partial(_finish_both, extend, self.finish))
 
 
@@ -131,10 +132,10 @@ class LayerFactory(Protocol):
         """Make a low-rank adapter of a linear, sliced like the linear."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the replacement of ``linear`` that stores its weights in the quantized format ``form``."""
+        """Make a layer that replaces ``linear`` and stores its weights in the quantized format ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer, form: Form) -> nn.Layer:
-        """Make the replacement of the word embedding that stores its rows in the 8-bit format ``form``."""
+        """Make a layer that replaces the word embedding and stores its rows in the 8-bit format ``form``."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         """Make an embedding. Every rank gets vectors of full width for all positions of its input."""
@@ -150,8 +151,8 @@ class LayerFactory(Protocol):
         on."""
 
     def gather_positions(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Gather all positions of the last block's output ``[s, b, h]`` under sequence parallelism, for
-        layers that every tensor-parallel rank computes as a whole."""
+        """Under sequence parallelism, gather all positions of the last block's output ``[s, b, h]``. This is
+        for layers that are not sliced: every tensor-parallel rank computes them for all positions."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Convert hidden states to the input of a head whose columns are sliced. Under sequence parallelism,
@@ -165,11 +166,12 @@ class LayerFactory(Protocol):
         """Select this context-parallel rank's columns of ``ids [b, s]``, which covers whole sequences."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Return the sum of ``values`` over the ranks that hold different positions of the same sequences.
-        All these ranks must compute the same loss from the sum."""
+        """Sum ``values`` over the ranks that hold different positions of the same sequences. All these ranks
+        must compute the same loss from the sum."""
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Gather ``values [s, ...]`` at this rank's positions into whole sequences, without a gradient."""
+        """Gather ``values [s, ...]`` of whole sequences from the ranks that hold their positions, without a
+        gradient."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         """Return the part of ``values [s, ...]`` at this rank's positions. ``values`` covers whole
@@ -186,8 +188,8 @@ class LayerFactory(Protocol):
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Return the log probability of each label, and whether it is the most likely token (see
-        :func:`ppfleetx.nn.loss.token_scores`). ``logits`` cover this rank's part of the sequences, ``labels``
-        and ``mask`` the whole sequences. All tensor-parallel ranks get the same result."""
+        :func:`ppfleetx.nn.loss.token_scores`). ``logits`` cover only this rank's positions; ``labels`` and
+        ``mask`` cover whole sequences. All tensor-parallel ranks get the same result."""
 
 
 def build_stage(
@@ -262,8 +264,8 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Make the output of a frozen first layer require a gradient, which recomputation needs. This function is
-    a forward post-hook."""
+    """Forward post-hook that makes the output of a frozen first layer require a gradient, because
+    recomputation needs one."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

@@ -58,8 +58,8 @@ class TokenDispatcher:
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> RoundTrip:
-        """Start to send rows of hidden states to the ranks of their experts. Return the round trip, which
-        receives the rows and sends the outputs back.
+        """Start to send rows of hidden states to the ranks of their experts. Return a :class:`RoundTrip`,
+        which receives the rows for this rank's experts and sends the experts' outputs back.
 
         Args:
             rows: ``[rows, h]``, sorted by expert.
@@ -71,19 +71,20 @@ class TokenDispatcher:
 
 
 class RoundTrip:
-    """A round trip of rows to their experts and back. This base class is for a rank that has all experts."""
+    """Sends rows to their experts and the experts' outputs back. This base class is for a rank that has all
+    experts, so nothing is sent."""
 
     def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
         self._rows, self._counts = rows, counts
 
     def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
-        """Wait for the rows of this rank's experts. Return the rows, sorted by expert, and the number of rows
-        for each expert."""
+        """Wait for the rows that are sent to this rank's experts. Return the rows, sorted by expert, and the
+        number of rows of each expert."""
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """Send the outputs of this rank's experts back, and wait for the outputs of the rows that this rank
-        has dispatched. Return these outputs in the order of the dispatched rows."""
+        """Send the outputs of this rank's experts back. Wait for the outputs of the rows that this rank has
+        dispatched, and return them in the order of these rows."""
         return outputs
 
 
@@ -109,15 +110,15 @@ class _Travel(RoundTrip):
 # the same order as with one level.
 @dataclass(frozen=True)
 class Route:
-    """The numbers of rows that ranks exchange in one round trip, and the methods that exchange the rows. In
-    an exchange with one level, every rank along ``ep`` counts as a node.
+    """The numbers of rows that ranks exchange in one round trip, and the methods that exchange the rows. If
+    the exchange has only one level, every rank along ``ep`` counts as a node.
 
     Attributes:
         sent: ``[nodes]``, number of rows that this rank sends to each node.
-        passing: ``[nodes, ranks per node]``, number of rows that this rank forwards from each node to each
-            rank of its own node.
-        table: ``[emp, ranks per node, nodes, experts of this rank]``, number of rows that arrive at each rank
-            along ``emp``, from each rank of each node, for each expert.
+        passing: ``[nodes, ranks per node]``. ``passing[n, p]`` is the number of rows that this rank receives
+            from node ``n`` and forwards to rank ``p`` of its own node.
+        table: ``[emp, ranks per node, nodes, experts of this rank]``. ``table[i, p, n, e]`` is the number of
+            rows that rank ``p`` of node ``n`` sends to rank ``i`` along ``emp``, for its expert ``e``.
         zeros_at: index at which a row of zeros is inserted into the rows to send; None: no row is inserted.
         between, within, emp: the process groups, or None.
     """
@@ -132,7 +133,7 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, between: Any, within: Any, emp: Any) -> Route:
-        """Build the route of one dispatch. All ranks must call this together, because they exchange their
+        """Return the route of one dispatch. All ranks must call this together, because they exchange their
         numbers of rows.
 
         Args:
@@ -195,7 +196,7 @@ class Route:
 
     @cached_property
     def _by_node(self) -> paddle.Tensor:
-        """Indices that undo :attr:`_by_place`: they sort rows by the node from which they came."""
+        """Indices that undo :attr:`_by_place`: rows are again ordered by the node from which they came."""
         return upload(self._passing_order().argsort())
 
     def _passing_order(self) -> np.ndarray:
@@ -203,13 +204,14 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Indices that sort rows by expert after the gather over the ranks that slice the same experts."""
+        """Indices that sort rows by expert. The rows come from all ranks that slice the same experts
+        (``emp``), and have already been gathered."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
     def _as_gathered(self) -> paddle.Tensor:
-        """Indices that undo the sort by expert (:attr:`_order`). In the result, the rows of each rank are
-        followed by padding, whose values are arbitrary and unused."""
+        """Indices that undo the sort by expert (:attr:`_order`). After the selection, the rows of each rank
+        along ``emp`` are followed by padding rows, whose contents are not used."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -224,9 +226,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Finish the delivery of rows after the exchange between nodes. Each rank forwards the rows that it
-        received to the ranks of its node that have the rows' experts. Return the rows for this rank's
-        experts, sorted by expert. Ranks that slice the same experts get the same rows."""
+        """Deliver rows to their experts after the exchange between nodes. Return the rows for this rank's
+        experts, sorted by expert. Each rank forwards the rows that it received to the ranks of its node that
+        have their experts. Ranks that slice the same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
@@ -235,9 +237,9 @@ class Route:
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Undo :meth:`spread`. Sum the outputs of ranks that slice the same experts, and send each output to
-        the rank that forwarded its row. Return one output for each row that this rank passed to
-        :meth:`spread`, in the same order."""
+        """Return the experts' outputs for the rows that this rank passed to :meth:`spread`, in the same
+        order. The outputs of ranks that slice the same experts are summed. Each output is sent to the rank
+        that forwarded its row."""
         rows = rows.index_select(self._as_gathered)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
@@ -249,8 +251,8 @@ class Route:
         return rows.index_select(self._by_node)
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send the experts' outputs back to the ranks that dispatched the rows. :meth:`at_home`
-        waits for the outputs. Return the tensor that will hold the outputs of this rank's own rows."""
+        """Start to send the experts' outputs back to the ranks that dispatched the rows. Return the tensor
+        that will hold the outputs of this rank's own rows. :meth:`at_home` waits for them."""
         return message.start(rows, self.passing.sum(1), self.sent, self.between)
 
     def at_home(self, message: Message) -> paddle.Tensor:
@@ -290,7 +292,8 @@ def _size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(numbers: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Exchange ``numbers`` by an all-to-all that sends a part of equal length to each rank of ``group``."""
+    """Return the result of an all-to-all exchange of ``numbers``, which sends an equal part to each rank of
+    ``group``."""
     if group is None:
         return numbers
     received = paddle.empty_like(numbers)
@@ -303,8 +306,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
     Args:
         table: numbers of rows, as in :class:`Route`.
-        stride: distance between the rows of successive ranks along ``emp``: the rows that arrived at rank
-            ``j`` start at index ``j * stride``.
+        stride: number of rows, with padding, of each rank along ``emp``. The rows that rank ``j`` received
+            start at index ``j * stride``.
     """
     # Rows arrive ordered by slice, place, node and expert. In the result, the rows of each expert are ordered
     # by slice, node and place.
@@ -319,8 +322,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
 
 class _Depart(PyLayer):
-    """Autograd function that starts to send rows to their experts. Its backward pass waits for the gradients
-    that the backward pass of :class:`_Arrive` sends."""
+    """Autograd function that starts to send rows to their experts. Its backward pass waits for the rows'
+    gradients, which the backward pass of :class:`_Arrive` starts to send back."""
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
@@ -366,8 +369,8 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Return this rank's share of ``rows``, which all ranks of ``group`` hold. An empty share is replaced by
-    one row of zeros."""
+    """Return this rank's share of ``rows``. All ranks of ``group`` hold the same ``rows``. An empty share is
+    replaced by one row of zeros."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

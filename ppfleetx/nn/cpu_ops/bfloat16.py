@@ -20,7 +20,7 @@ _entered = False
 
 
 def serves(dtype: str) -> bool:
-    """Return whether the device is a CPU, and the operators of this module can compute in ``dtype`` on it."""
+    """Return whether the device is a CPU on which the operators of this module can compute in ``dtype``."""
     return not on_card() and obstacle(dtype) is None
 
 
@@ -74,7 +74,8 @@ def cast(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def cast_and_sum(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return float32 ``x [..., n]`` rounded to bfloat16, and its column sums ``[n]`` before rounding."""
+    """Return float32 ``x [..., n]`` rounded to bfloat16, and the column sums ``[n]`` of the unrounded
+    ``x``."""
     low, sums = _C_ops._run_custom_op("ppfleetx_bfloat16_cast_and_sum", x.detach())
     return low, sums
 

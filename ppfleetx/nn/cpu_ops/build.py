@@ -26,8 +26,8 @@ _ONEDNN = "libdnnl.so.3"
 
 
 def build(library: str) -> Path | None:
-    """Compile a library of operators for this machine, unless it is already compiled. Return its path; None
-    if the processor or Paddle lacks support.
+    """Compile a library of operators for this machine, unless it is already compiled. Return the path of the
+    library; None if the processor or this build of Paddle does not support the operators.
 
     Raises:
         UserError: the library cannot be compiled, written or loaded.

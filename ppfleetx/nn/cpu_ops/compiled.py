@@ -46,7 +46,7 @@ def library_path(library: str) -> Path:
 
 
 def _paddle_version() -> bytes:
-    """Return the text of the file in which Paddle states its version and commit."""
+    """Return the contents of Paddle's version file, which includes the version and the commit."""
     paddle = find_spec("paddle")
     if paddle is None or paddle.origin is None:
         return b""

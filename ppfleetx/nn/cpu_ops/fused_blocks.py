@@ -33,13 +33,13 @@ are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Return whether the CPU operators for exported programs with fused blocks are compiled."""
+    """Return whether all CPU operators that exported programs with fused blocks need are compiled."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes that all blocks of the model share, in the order in which the operator reads them.
+    """The sizes that are the same in all blocks of the model, in the order in which the operator reads them.
 
     Attributes:
         groups: number of key/value heads.
@@ -61,8 +61,8 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """The weights of all blocks (``tensors``), and integers that describe to the operator where each weight
-    is used (``layout``)."""
+    """The weights of all blocks (``tensors``), and integers that tell the operator where to use each weight
+    (``layout``)."""
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
     # First come the sizes. Then, for each linear and norm of each block and for the final norm, come the
@@ -123,7 +123,7 @@ def run(
 
     Args:
         hidden: ``[s, b, h]`` float32 on CPU.
-        column: ``[1]`` int64, the column of the cache for the first new position.
+        column: ``[1]`` int64, index of the cache column in which the first new position is stored.
         penalty: ``[b or 1, 1, s, columns of the cache]`` float32, added to the scores in addition to the
             causal mask; None: nothing is added.
         angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.

@@ -25,8 +25,8 @@ _HOW_TO_MAKE = f"{HOW_TO_MAKE} compiles operators for this CPU (needs a C++ comp
 
 @functools.cache
 def load(library: str) -> bool:
-    """Load an operator library at the first call, and return whether it is loaded. If the library is compiled
-    but cannot be loaded, log a warning."""
+    """Return whether an operator library is loaded. The first call loads it. If the library is compiled but
+    cannot be loaded, a warning is logged."""
     path = library_path(library)
     if not path.exists():
         return False
@@ -50,7 +50,7 @@ def note_if_missing() -> None:
 
 
 def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.Tensor:
-    """Call the custom operator ``name``, which has a gradient, and return its first result."""
+    """Call the differentiable custom operator ``name``, and return its first result."""
     if not paddle.is_grad_enabled():  # Paddle 3.3 records custom operators regardless
         operands = tuple(one.detach() if isinstance(one, paddle.Tensor) else one for one in operands)
     return _C_ops._run_custom_op(name, *operands)[0]
@@ -59,7 +59,7 @@ def with_gradient(name: str, *operands: paddle.Tensor | float | None) -> paddle.
 def few_rows(
     x: paddle.Tensor, panels: paddle.Tensor, bias: paddle.Tensor | None, num_columns: int
 ) -> paddle.Tensor:
-    """Return ``x [..., in] @ weight + bias``, float32 on a CPU, without gradients.
+    """Return ``x [..., in] @ weight + bias`` for an ``x`` with few rows, float32 on a CPU, without gradients.
 
     Args:
         panels: ``weight [in, num_columns]`` in panels of adjacent columns, ``[panels, in, panel width]``,
