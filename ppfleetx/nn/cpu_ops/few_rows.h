@@ -130,29 +130,35 @@ inline void Product(const float* x, int64_t rows, int64_t size, const float* pan
 }
 
 // Computes to[row][begin, end) += x[row][R] * w[R][begin, end). The R rows of W are read in parallel, because a core
-// reads several memory streams faster than a single one.
+// reads several memory streams faster than a single one. For several rows, columns are taken in pieces that stay in the
+// L1 cache.
 template <int R>
 void AddRowsOf(const float* x, int64_t rows, int64_t size, const float* w, int64_t columns, int64_t begin, int64_t end,
                float* to) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes)
+  const int64_t width = rows == 1 ? end - begin : 512;
+  for (int64_t piece = begin; piece < end; piece += width) {
+    const int64_t stop = std::min(end, piece + width);
     for (int64_t row = 0; row < rows; ++row) {
-      auto& sum = *reinterpret_cast<Vector*>(to + row * columns + i);
-      Vector value = sum;
-      for (int r = 0; r < R; ++r)
-        value += x[row * size + r] * *reinterpret_cast<const Vector*>(w + r * columns + i);
-      sum = value;
+      Vector factors[R];
+      for (int r = 0; r < R; ++r) factors[r] = x[row * size + r] - Vector{};  // in a register
+      int64_t i = piece;
+      for (; i + kLanes <= stop; i += kLanes) {
+        auto& sum = *reinterpret_cast<Vector*>(to + row * columns + i);
+        Vector value = sum;
+        for (int r = 0; r < R; ++r) value += factors[r] * *reinterpret_cast<const Vector*>(w + r * columns + i);
+        sum = value;
+      }
+      for (; i < stop; ++i)
+        for (int r = 0; r < R; ++r) to[row * columns + i] += x[row * size + r] * w[r * columns + i];
     }
-  for (; i < end; ++i)
-    for (int64_t row = 0; row < rows; ++row)
-      for (int r = 0; r < R; ++r) to[row * columns + i] += x[row * size + r] * w[r * columns + i];
+  }
 }
 
 // Computes y[rows][columns] = x[rows][size] W + b on all threads, for few rows. W is not in panels, but is stored as
 // [size][columns].
 inline void WholeProduct(const float* x, int64_t rows, int64_t size, const float* w, const float* bias,
                          int64_t columns, float* y) {
-  constexpr int kStreams = 8;
+  constexpr int kStreams = 5;
   constexpr int64_t kPiece = 16 * kLanes;  // columns; each thread gets a whole number of pieces
   const int64_t pieces = (columns + kPiece - 1) / kPiece;
 #pragma omp parallel
