@@ -33,7 +33,8 @@ class ModelSource:
     overrides: list[Override]
 
     def load(self, *more: Override) -> RunConfig:
-        """Load the configuration for the number of launched processes. ``more`` are additional overrides."""
+        """Load the configuration with its overrides, then ``more``. The number of processes is that of the
+        launcher."""
         from ppfleetx.config.loader import load_config
 
         return load_config(self.config, [*self.overrides, *more], world_size=world_size())

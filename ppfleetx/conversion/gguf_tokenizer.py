@@ -241,9 +241,9 @@ def _post_processor(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """Make the GGUF metadata of a tokenizer. They list ``vocab_size`` tokens, one for each row of the
-    embedding; rows without a token get a placeholder. Raises CheckpointError if llama.cpp does not support
-    the tokenizer, or if it has more than ``vocab_size`` tokens."""
+    """Return the GGUF metadata of a tokenizer. Its token list has ``vocab_size`` entries, one for each row of
+    the embedding; rows without a token get a placeholder. Raises CheckpointError if llama.cpp does not
+    support the tokenizer, or if it has more than ``vocab_size`` tokens."""
     definition = tokenizer.definition
     model = definition["model"]
     if model["type"] != "BPE":

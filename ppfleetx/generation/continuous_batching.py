@@ -83,8 +83,8 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """Cut the keys or values ``tensor`` to the first ``length`` positions, and pad them on the left with
-    zeros to ``columns`` positions. ``tensor`` is [rows, key/value heads, positions, head size]."""
+    """Keep the first ``length`` positions of ``tensor``, and pad them on the left with zeros to ``columns``
+    positions. ``tensor`` holds keys or values, [rows, key/value heads, positions, head size]."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape

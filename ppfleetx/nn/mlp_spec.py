@@ -213,10 +213,11 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return a copy of ``work`` in which the micro batch is the rows that one rank's experts process.
+        """Return the work of one rank's experts: a copy of ``work`` whose micro batch is scaled to the rows
+        routed to them. ``mp`` becomes the experts' degree, and sequence parallelism is off.
 
         Args:
-            load: number of rows that the rank's experts process, divided by the mean over the ranks.
+            load: rows of this rank's experts relative to the mean over the ranks; 1: balanced.
         """
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load

@@ -130,13 +130,13 @@ class StepTime:
     """The predicted time of one optimizer step.
 
     Attributes:
-        parts: seconds by kind of work. Parts of the forward and backward passes are those of the busiest
-            pipeline stage. All parts except ``recompute`` add up to ``seconds``. The time of ``recompute`` is
-            included in other parts, such as ``matmul``.
+        parts: seconds by kind of work. Forward and backward parts are those of the busiest pipeline stage.
+            Without ``recompute``, the parts add up to ``seconds``: its time is already counted in the others,
+            such as ``matmul``.
         timeline: the simulated passes of the pipeline.
-        bubble: the fraction of the timeline in which a stage is idle, averaged over the stages. The time of
-            messages does not count as idle.
-        spread: lower and upper bound of the likely time, as factors of ``seconds``.
+        bubble: the fraction of the timeline in which a stage is idle, averaged over the stages. Time spent on
+            messages is not counted as idle. (``parts["bubble"]`` is in seconds, for the busiest stage.)
+        spread: lower and upper bound of the likely time, as multiples of ``seconds``.
     """
 
     seconds: float

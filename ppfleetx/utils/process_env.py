@@ -161,9 +161,9 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context manager in which Paddle is imported faster and without its usual warnings. Other output to
-    standard error appears only at the end. Raises ConfigError for a plugin of Paddle that does not load or a
-    card that does not exist."""
+    """Context manager for importing Paddle. The import is faster, and its usual warnings are suppressed. Any
+    other output to standard error is held back until the block ends. Raises ConfigError if a Paddle plugin
+    does not load, or if the selected card does not exist."""
     if "paddle" in sys.modules:
         yield
         return

@@ -39,8 +39,8 @@ class ShardingConfig(Section):
 class DistributedConfig(Section):
     """The degrees of parallelism.
 
-    The number of processes is dp x mp x pp x sharding x sep. Expert parallelism divides the ranks of a
-    pipeline stage independently of the other degrees.
+    The number of processes is dp x mp x pp x sharding x sep. Expert parallelism adds none: it divides the
+    dp x sharding x sep x mp ranks of each pipeline stage in a way of its own.
     """
 
     dp_degree: Degree | None = None

@@ -99,7 +99,8 @@ def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes 
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """Split text into paragraphs at blank lines, and remove the line ends around them."""
+    """Yield the paragraphs of ``text``, which are separated by blank lines. Newlines at the start and end of
+    a paragraph are removed."""
     # Text that was cut after one blank line can start with more blank lines.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
