@@ -1,4 +1,4 @@
-"""What the benchmarks share: the process's setup, workers that take turns, clocks, and how results are told.
+"""What the benchmarks share: the setup of a process, workers that take turns, clocks, and printed results.
 
 Programs import this module before anything of the project, which it makes importable.
 """

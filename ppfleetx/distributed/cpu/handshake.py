@@ -106,17 +106,27 @@ def _accept(
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while missing := expected - found.keys():
         try:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            if (left := deadline - time.monotonic()) <= 0:  # other programs can keep connecting
+                raise TimeoutError
+            listener.settimeout(left)
             connection, _ = listener.accept()
-        except OSError:
+        except TimeoutError:
             said = f"{names[min(missing)[0]]} did not connect within {HANDSHAKE_SECONDS:g} s"
             raise StartError(f"rank {rank}: {said}") from None
-        try:
-            connection.settimeout(_GREETING_SECONDS)
-            found[_GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))] = connection
-        except (OSError, struct.error):  # not a rank, but for example a monitor that probes the port
-            connection.close()
+        greeting = _greeting(connection)
+        if greeting in missing:
+            found[greeting] = connection
+        else:
+            connection.close()  # of another program, such as a monitor that probes the port
     return found
+
+
+def _greeting(connection: socket.socket) -> tuple[int, ...] | None:
+    connection.settimeout(_GREETING_SECONDS)
+    try:
+        return _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        return None
 
 
 def local_address() -> str:

@@ -158,7 +158,7 @@ void AddRowsOf(const float* x, int64_t rows, int64_t size, const float* w, int64
 // [size][columns].
 inline void WholeProduct(const float* x, int64_t rows, int64_t size, const float* w, const float* bias,
                          int64_t columns, float* y) {
-  constexpr int kStreams = 5;
+  constexpr int kStreams = 5;  // more rows, multiples of 4 KiB apart, compete for places in the L1 cache
   constexpr int64_t kPiece = 16 * kLanes;  // columns; each thread gets a whole number of pieces
   const int64_t pieces = (columns + kPiece - 1) / kPiece;
 #pragma omp parallel

@@ -32,11 +32,14 @@ def test_probes_are_ignored_and_a_rank_that_does_not_connect_is_named(monkeypatc
         members = Members(1, ["rank 0", "rank 1", "rank 2"], [listener.getsockname()[:2]] * 3)
         one, two = ((rank, handshake.MESSAGES) for rank in (1, 2))
         socket.create_connection(members.addresses[0]).close()
+        handshake._connect_to(7, 0, members, handshake.MESSAGES).close()  # of another job
         with handshake._connect_to(1, 0, members, handshake.MESSAGES):
-            handshake._accept(0, listener, {one}, members.names)[one].close()
+            found = handshake._accept(0, listener, {one}, members.names)
+            assert found.keys() == {one}
+            found[one].close()
         with (
             handshake._connect_to(1, 0, members, handshake.MESSAGES),
-            pytest.raises(StartError, match="rank 0: rank 2 did not connect within"),
+            pytest.raises(StartError, match=r"rank 0: rank 2 did not connect within 0\.5 s"),
         ):
             handshake._accept(0, listener, {one, two}, members.names)
 
