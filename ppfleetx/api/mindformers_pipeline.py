@@ -60,12 +60,12 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _without_ignored(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Return the options ``chosen``. If ``do_sample`` is False, options that only sampling uses, such as
-        ``top_k``, are left out, and a warning names them.
+        """Return the options ``chosen`` without those that have no effect: with ``do_sample=False``, the
+        options for sampling, such as ``top_k``. A warning names the options left out.
 
         Raises:
-            ConfigError: an option such as ``top_k`` is given without ``do_sample``, and the model does not
-                sample by default.
+            ConfigError: options for sampling are given without ``do_sample=True`` or ``False``, and the model
+                does not sample by default.
         """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]

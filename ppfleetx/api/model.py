@@ -47,11 +47,14 @@ class _AbandonedError(Exception):
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Call ``generate`` in a background thread with a callback as its argument. Yields the arguments of each
-    call of the callback: (index of the prompt, index of the continuation, piece of text).
+    """Yield the text that ``generate`` produces, piece by piece, while it runs in a background thread. A
+    piece is (index of the prompt, index of the continuation, text).
 
     If generation fails, its error is raised after the last piece. Generation stops when the iterator is
     closed.
+
+    Args:
+        generate: gets a callback as its argument, and calls it with the three values of each piece.
     """
     pieces: queue.Queue[Piece | BaseException | None] = queue.Queue()
     abandoned = threading.Event()

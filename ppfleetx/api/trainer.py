@@ -106,8 +106,8 @@ class Trainer:
             ``datasets.Dataset`` with a column ``text``. Text is encoded into ``output_dir/data``.
         eval_data: the evaluation data in the same forms, or several sets by name:
             ``{"wiki": ..., "code": ...}``. None: the share of ``train_data`` that
-            ``Data.Eval.dataset.split`` sets aside. With neither ``eval_data`` nor ``Data.Eval``, nothing
-            is evaluated.
+            ``Data.Eval.dataset.split`` sets aside, or no evaluation if the configuration has no
+            ``Data.Eval``.
         tokenizer: encodes the text: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
         callbacks: objects whose methods the training loop calls; see

@@ -65,9 +65,12 @@ class KeptTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """Return a lazy tensor of shape ``shape`` that is computed from the tensors ``parts``: reading it calls
-    ``make`` with their arrays. Raises CheckpointError if the element types of ``parts`` differ. ``name`` is
-    the name of the new tensor, for this message."""
+    """Return a lazy tensor of shape ``shape``. Reading it reads the tensors ``parts`` and calls ``make`` with
+    their arrays. Raises CheckpointError if the element types of ``parts`` differ.
+
+    Args:
+        name: the name of the new tensor, for the error message.
+    """
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
         raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")

@@ -1,5 +1,5 @@
-"""Save a checkpoint from one process, or from all ranks of a job in the foreground or in the background. Each
-rank writes its slices of the tensors; rank 0 writes the manifest, which lists them all."""
+"""Save checkpoints, from a single process or from all ranks of a job, in the foreground or in the background.
+Each rank writes its slices of the tensors; rank 0 writes the manifest, which lists them all."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _THREAD = "checkpoint"
 class SharedSave:
     """One save of a checkpoint by all ranks of a job, which must share the file system of ``output_dir``.
 
-    All ranks call `open`, then `write`, then `publish`, and finally `close`, even after an error. `complete`
-    does all of it.
+    Every rank calls `open`, `write`, `publish` and `close`, in this order. `close` must be called even if an
+    earlier step failed. `complete` does the whole save.
 
     Args:
         documents: contents of ``config.yaml`` and the tokenizer files, by path in the checkpoint.
@@ -43,7 +43,7 @@ class SharedSave:
         max_file_bytes: maximum size of the tensor data in a file; larger data is split into several files. A
             slice that is larger has a file of its own.
         verify: whether to read all data back and check it before the checkpoint gets its name.
-        description: other attributes of the :class:`Manifest`, such as ``plan``.
+        description: further attributes of the :class:`Manifest`, such as ``plan``.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class CheckpointManager:
     Args:
         ownership: which old checkpoints may be replaced and deleted; None: none.
         ctx: the ranks that save together; None: this process saves alone.
-        description: the optional arguments of `SharedSave`, the same for every save, such as `plan`.
+        description: further optional arguments of `SharedSave`, such as `plan`, for every save.
     """
 
     def __init__(
@@ -330,9 +330,10 @@ class HostCopier:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Return slices for a background save, and a function that copies the data of the live ones
-        (`TensorSlice.is_live`) into host memory. The function must be called once, from any thread, before
-        the next optimizer update and before the slices are written."""
+        """Prepare a background save of the slices ``pieces``. Returns slices to write in their place, and a
+        function that copies into host memory those arrays that the next optimizer update changes
+        (`TensorSlice.is_live`). Call the function once, from any thread, before that update and before the
+        slices are written."""
         live, copies = [], []
         for piece in pieces:
             if piece.is_live:

@@ -58,7 +58,7 @@ class SliceEntry:
     Attributes:
         offset, shape: which part of the whole tensor the slice is, in elements.
         file: the safetensors file, relative to the checkpoint.
-        start: the position of the first byte in the file.
+        start: where the slice begins in the file, in bytes.
         crc32: one checksum for each `CHUNK_BYTES` bytes.
         flat: unused, always null.
     """

@@ -108,8 +108,8 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the valid keys of a `Generation` section, and the errors for the invalid ones. If keys
-    contradict each other, only ``decode_strategy`` is kept."""
+    """Return the valid keys of a `Generation` section with their values, and the errors for the invalid ones.
+    If an error concerns several keys together, all keys except ``decode_strategy`` are left out."""
     good, errors = dict(keys), []
     while True:
         try:
@@ -210,9 +210,13 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write a ``generation_config.json`` into ``directory``, with the special token ids of
-    ``source["config"]``, the content of a ``config.json``. Nothing is written if ``directory`` already has
-    this file, or if the ``config.json`` has no ``eos_token_id``."""
+    """Write the special token ids of a model's ``config.json`` into ``directory``, as
+    ``generation_config.json``. Nothing is written if ``directory`` already has this file, or if the
+    ``config.json`` has no ``eos_token_id``.
+
+    Args:
+        source: a dict whose key ``config``, if present, has the content of the ``config.json``.
+    """
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return

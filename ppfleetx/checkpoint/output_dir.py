@@ -58,8 +58,8 @@ def _write_pointer(path: Path, name: str) -> None:
 def repair_latest(checkpoint: Checkpoint) -> None:
     """Make the file ``latest`` name ``checkpoint``, the newest undamaged checkpoint of its output directory.
 
-    Called when a run resumes, because ``latest`` can name another checkpoint after a killed save, or if a
-    checkpoint was damaged.
+    Called when a run resumes. ``latest`` can then name another checkpoint: if a save was killed before it
+    updated ``latest``, or if a newer checkpoint is damaged.
     """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
@@ -78,9 +78,9 @@ def output_lock(output_dir: Path) -> AbstractContextManager[None]:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove the hidden directories that killed saves and deletions have left in ``output_dir``. A save that
-    replaces a checkpoint first gives the old one a hidden name. If it was killed before the new checkpoint
-    had the final name, the old one gets its name back. The caller must hold the :func:`output_lock`."""
+    """Remove the hidden files and directories that killed saves and deletions have left in ``output_dir``. An
+    old checkpoint that a killed save had hidden, but not yet replaced by the new one, gets its name back. The
+    caller must hold the :func:`output_lock`."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -109,8 +109,8 @@ def ensure_replaceable(target: Path, ownership: Ownership | None) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of ppfleetx with a damaged or missing completeness marker or
-    manifest. False for a symbolic link."""
+    """Return whether ``path`` is a checkpoint of ppfleetx whose manifest or file ``COMPLETE`` is damaged, or
+    missing while the other exists. False for a symbolic link."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:

@@ -54,10 +54,11 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     ``path`` is one of
 
     - a step directory, or the directory of one rank in it,
-    - an output directory: its file ``latest`` names the checkpoint. Without this file, the newest checkpoint
-      is taken,
     - the file ``latest`` or ``best`` of an output directory,
-    - a checkpoint of PaddleFleetX, or an output directory of PaddleFleetX: the checkpoint of its last step.
+    - an output directory, for the checkpoint that its file ``latest`` names, or, without this file, for
+      the newest checkpoint,
+    - a checkpoint of PaddleFleetX,
+    - an output directory of PaddleFleetX, for the checkpoint of the last step.
 
     Tensor data is checked only with ``verify``, and never in checkpoints of PaddleFleetX. Raises
     CheckpointError if the checkpoint is missing or damaged. No other checkpoint is returned in its place.
@@ -138,8 +139,7 @@ def newest_good(
 
     Args:
         verify: whether to read all data to find damage.
-        counts: a function that says whether a checkpoint is considered. All others are skipped. By default,
-            all are considered.
+        counts: a function that returns False for checkpoints to skip. By default, it always returns True.
         warns: whether to log a warning for each damaged or incomplete checkpoint.
     """
     complete = complete_checkpoints(output_dir)
@@ -195,7 +195,8 @@ def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
     ``output_dir``. Empty if there is none.
 
     Args:
-        bad: the checkpoint that the error is about. If it is the newest undamaged one, the result is empty.
+        bad: the checkpoint that the error is about, which must not be recommended. If the search finds it
+            undamaged after all, the result is empty.
     """
     good = newest_good(output_dir, warns=False)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):

@@ -38,12 +38,13 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
     """Restore this rank's generators from a checkpoint's ``state``, which contains the result of
-    `gather_rng_state`.
+    `gather_rng_state`. Returns whether the checkpoint was saved with the parallel degrees of ``ctx``.
 
-    Returns True if the checkpoint was saved with the same parallel degrees. Each rank then gets its own
-    states. Otherwise returns False, and all ranks get the states of rank 0. The named streams of Paddle's RNG
-    tracker are then not restored. If the kind or number of devices has changed, Paddle's generators are left
-    unchanged, with a warning. Raises CheckpointError if a state is missing or invalid.
+    If so, each rank gets its own states. Otherwise, all ranks get the states of rank 0, except the named
+    streams of Paddle's RNG tracker, which are not restored.
+
+    If the kind or number of devices has changed, Paddle's generators are left unchanged, with a warning.
+    Raises CheckpointError if a state is missing or invalid.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):

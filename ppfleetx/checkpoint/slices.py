@@ -58,8 +58,8 @@ class TensorSlice:
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         vocab_dim: the dimension that counts vocabulary entries; None if there is none.
         is_live: whether the next optimizer update changes the array.
-        fetch: a function that starts to copy the data to host memory. It returns a second function, which
-            waits until the copy is complete and returns it. None if only ``data`` is available.
+        fetch: a function that starts to copy the data to host memory, and returns a function that waits for
+            the copy and returns it. ``fetch`` is None if only ``data`` is available.
     """
 
     name: str

@@ -58,9 +58,9 @@ def load_model(
     """Load weights from a checkpoint into the parameters of this rank. Returns the names of the loaded
     parameters.
 
-    Element types are converted. If a parameter has another type than its 16-bit weight in the checkpoint, it
-    is loaded from the float32 master weight instead, where the checkpoint has one. If only the size of the
-    vocabulary padding differs, the padding of the parameters keeps its values.
+    Weights are converted to the element types of the parameters. If a weight would be converted from 16 bits
+    and the checkpoint has its float32 master weight, the master weight is loaded instead. If only the size of
+    the vocabulary padding differs, the padding of the parameters keeps its values.
 
     Args:
         named_params: (name in the whole model, parameter) of this rank.

@@ -35,20 +35,20 @@ def vocab_dims() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, read lazily from a checkpoint of any format, and what that checkpoint says
+    """The weights of a model, read lazily from a source checkpoint of any format, and what the source says
     about the model.
 
     Attributes:
         place: where the weights come from, for messages.
         tensors: the weights by ppfleetx's parameter names, in any order, with or without vocabulary padding.
-        model, generation: keys of the `Model` and `Generation` sections that the checkpoint determines, with
+        model, generation: keys of the `Model` and `Generation` sections that the source determines, with
             their values.
         vocab_size: size of the vocabulary without padding; None if unknown.
         epoch, step: progress of the training; 0 if unknown.
-        source: a description of that checkpoint, such as its format, as JSON values. It is stored in the
-            state of a checkpoint that is written from these weights.
+        source: a description of the source, such as its format, as JSON values. A checkpoint that is written
+            from these weights stores it in its state.
         tokenizer_dir: the directory of the tokenizer files; None if there are none.
-        notes: warnings about how the checkpoint was read, one sentence each.
+        notes: warnings about how the source was read, one sentence each.
     """
 
     place: str

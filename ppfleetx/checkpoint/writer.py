@@ -139,9 +139,9 @@ def commit(
 
 
 def _time_of_save(output_dir: Path) -> int:
-    """Return the save time of a new checkpoint, in nanoseconds since 1970. The newest checkpoint is found by
-    its save time. So the result is later than the save time of every checkpoint in ``output_dir``, even if
-    the clock was set back."""
+    """Return the save time of a new checkpoint, in nanoseconds since 1970. It is later than the save time of
+    every checkpoint in ``output_dir``, even if the clock was set back, because the newest checkpoint is found
+    by its save time."""
     newest = newest_complete(output_dir)
     return max(time.time_ns(), 0 if newest is None else 1 + int(read_marker(newest)["saved_at_ns"]))
 

@@ -130,8 +130,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """How the generation of an answer ended, and how many old messages were left out of the prompt. The
-    terminal shows this below the answer's text."""
+    """What the terminal reports below the text of an answer: how its generation ended, and how many old
+    messages were left out of the prompt."""
 
     left_out: int  # number of old messages that no longer fit the model's context length
     was_stopped: bool  # by Ctrl-C

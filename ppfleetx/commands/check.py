@@ -58,9 +58,9 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
     """Return a report on the configuration: plan, parameters, batches, FLOPs, precision, recomputation,
-    memory and schedules. ``device`` is the device of the run. If it is None, the report uses
-    ``Global.device``, and a GPU for ``auto``. Raises UserError if the configuration names weights that must
-    be converted first, or has invalid callbacks or an invalid schedule."""
+    memory and schedules. ``device`` is the device of the run; None: ``Global.device``, where ``auto`` counts
+    as a GPU. Raises UserError if the configuration names weights that must be converted first, or has invalid
+    callbacks or an invalid schedule."""
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
         from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed

@@ -169,7 +169,7 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
     """Raise ConfigError if results cannot be written to ``path``. An existing file may be replaced only if it
-    is empty or holds earlier results. These contain the bytes ``mark``."""
+    is empty or holds earlier results. Results are recognized by the bytes ``mark``."""
     if path.is_dir():
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():

@@ -50,7 +50,8 @@ class LaunchOptions(Command):
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Run the ranks with Paddle's launcher, and end this process with the launcher's exit code."""
+        """Run the ranks with Paddle's launcher, which then ends this process with its exit code. Subclasses
+        can return an exit code instead."""
         self.check_launch_options()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))

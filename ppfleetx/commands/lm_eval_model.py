@@ -40,8 +40,8 @@ _SAME_MEANING = {
 
 class HarnessModel(TemplateLM):
     """Adapter that lets lm-evaluation-harness score text and generate with a checkpoint. If context and
-    continuation together are longer than the model's context length, the beginning of the context is cut off.
-    If the continuation alone is longer, scoring raises DataError.
+    continuation do not fit into the model's context length, the beginning of the context is cut off. If a
+    continuation to score does not fit alone, DataError is raised.
 
     Args:
         generator: the loaded model and its tokenizer.
@@ -102,9 +102,9 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return, for each request, the log probability of the continuation given the context, and whether
         greedy decoding would produce the continuation. A request is a tuple (unused, context ids,
-        continuation ids). An empty continuation gives (0, True). If a request is longer than the model's
-        context length, the beginning of the context is left out. Raises DataError if a continuation alone has
-        more than `max_length` tokens."""
+        continuation ids). An empty continuation gives (0, True). If a request has more than `max_length` + 1
+        tokens (the last one is not an input of the model), the beginning of the context is left out. Raises
+        DataError if a continuation alone has more than `max_length` tokens."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):

@@ -192,7 +192,8 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _made_config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """Return Hugging Face's ``config.json`` for a GPT-2 checkpoint, read from the shapes of its tensors."""
+    """Make Hugging Face's ``config.json`` for a GPT-2 checkpoint from the names and shapes of its tensors.
+    ``num_heads`` is the number of attention heads; None: heads of size 64."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

@@ -33,8 +33,8 @@ class ModelSource:
     overrides: list[Override]
 
     def load(self, *more: Override) -> RunConfig:
-        """Load the configuration with its overrides, then ``more``. The number of processes is that of the
-        launcher."""
+        """Load the configuration with its overrides and with ``more``, further overrides that are applied
+        last. The number of processes is that of the launcher."""
         from ppfleetx.config.loader import load_config
 
         return load_config(self.config, [*self.overrides, *more], world_size=world_size())

@@ -120,7 +120,7 @@ def option(
 
 def switch(help: str, *flags: str) -> Any:
     """Declare a field of a :class:`Command` as a command-line option without a value. The field is True if
-    the option is given, else False. ``flags`` replace the name made from the field's name."""
+    the option is given, else False. ``flags`` are names to use instead of the field's name."""
     return option(help, *flags, default=False)
 
 
