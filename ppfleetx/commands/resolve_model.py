@@ -194,7 +194,8 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
     Raises:
         CheckpointError: there is no model, or its configuration is unknown.
-        ConfigError: the checkpoint's configuration has settings that do not describe the model or its data.
+        ConfigError: the configuration in the checkpoint has keys that are not allowed there, such as those of
+            section ``Engine``.
     """
     import_named_plugins()  # PPFLEETX_PLUGINS: the model can use layers that a plugin registers
     is_of_hub = hub_name(place) is not None
@@ -235,8 +236,8 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Raise ConfigError if the configuration in a checkpoint has settings that do not describe the model or
-    its data."""
+    """Raise ConfigError if the configuration in a checkpoint has keys that are not allowed there, such as
+    those of section ``Engine``."""
     # A checkpoint from a stranger must not choose, for example, which files are overwritten.
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
@@ -273,7 +274,11 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """Return the configuration in the manifest of a checkpoint that an earlier version of ppfleetx saved."""
+    """Return the model's configuration from the manifest of a checkpoint that an earlier version of ppfleetx
+    saved without ``config.yaml``. Logs a warning, which names the tokenizer's directory ``tokenizer``.
+
+    Raises CheckpointError if the manifest does not describe the network.
+    """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         raise CheckpointError(

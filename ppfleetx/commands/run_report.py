@@ -79,7 +79,7 @@ class RunFiles:
     @property
     def seconds(self) -> float:
         """The total time of the run's steps and evaluations, in seconds. If an interruption left steps
-        without a record, their time is estimated from the next record.
+        without a record, each is assumed to take as long as a step of the next record.
         """
         steps, total = self.of_kind("train"), sum(record["seconds"] for record in self.of_kind("eval"))
         # Steps before the first record may have been trained in another directory, so they do not count.
@@ -193,7 +193,8 @@ def _curves(run: RunFiles, output: Path) -> Section:
 
 
 def _evaluations(run: RunFiles) -> list[Section]:
-    """Make a table of each evaluation set's latest losses, perplexities and bits per byte."""
+    """Make a section for each evaluation set. Its table has a row for each of the latest evaluations, with
+    loss, perplexity, bits per byte and metrics, as far as they are known."""
     sections = []
     for name, cfg in data_sets(run.cfg).items():
         records = [record for record in run.of_kind("eval") if record.get("set") == name][-_MOST_EVALUATIONS:]

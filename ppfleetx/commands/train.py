@@ -121,9 +121,9 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the run's last checkpoint after a loss spike. Training then continues after the first
-    ``consumed_samples`` samples of the run, which skips the data of the spike. Returns an iterator over the
-    following batches, or None if there is no checkpoint."""
+    """Load the run's last checkpoint after a loss spike. Returns an iterator over the batches to continue
+    with, or None if there is no checkpoint. The batches start after the first ``consumed_samples`` samples of
+    the run, so the data of the spike are skipped."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)

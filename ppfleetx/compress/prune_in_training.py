@@ -188,9 +188,9 @@ class _Piece:
 
     Attributes:
         name: the name of the parameter.
-        layer: the number of the layer.
+        layer: the index of the layer.
         parts: how the parameter is divided into groups or units.
-        first: the number, in the whole layer, of the first group or unit in the slice.
+        first: the index of the slice's first group or unit, counted from 0 in the whole layer.
         count: the number of groups or units in the slice.
     """
 

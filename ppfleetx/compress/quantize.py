@@ -112,10 +112,11 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """Choose ``group_size`` and ``asymmetric`` for the model. Returns a copy of ``weights`` with both values.
+    """Return a copy of ``weights`` with ``group_size`` and ``asymmetric`` chosen for the model.
 
-    A 4-bit matrix must have a number of input features that is a multiple of GROUP_MULTIPLE. Matrices that do
-    not are added to ``skip``, with a warning. Raises ConfigError if this would leave no matrix to quantize.
+    In a 4-bit matrix, the number of input features must be a multiple of GROUP_MULTIPLE. Matrices with
+    another number are added to ``skip``, with a warning. Raises ConfigError if this would leave no matrix to
+    quantize.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     if weights.bits == 8:
@@ -356,8 +357,8 @@ class Quantizer:
         )
 
     def _fill(self, layer: nn.Layer, stored: Mapping[str, Stored]) -> None:
-        """Load the weights into a stage of the quantized model. Quantized layers get integers and scales.
-        Ordinary layers get dequantized weights.
+        """Load the weights into a stage of the quantized model. A quantized matrix is loaded as integers
+        and scales if its layer can hold them, and otherwise as dequantized float32 weights.
 
         Args:
             layer: the stage.
@@ -487,7 +488,7 @@ class _Activations:
 
     def pass_calibration(self, layer: nn.Layer) -> None:
         """Run the unquantized stage ``layer`` on the calibration data, so that hooks can record the inputs
-        of its linear layers. The inputs of the stage are the outputs of the previous stage, quantized."""
+        of its linear layers. The inputs of the stage come from the quantized previous stage."""
         for state in self._calibration:
             layer(state)
 

@@ -211,7 +211,8 @@ class Stored:
         scale: float32 ``[g, n]``, a row of scales for each of g groups of input features. In asymmetric
             formats, it is float16 ``[2 g, n]``: for each group a row of scales and then a row of offsets.
         form: the storage format.
-        is_table: whether this is an embedding table, for which both arrays are transposed.
+        is_table: whether this is an embedding table. If so, both arrays are transposed: ``levels`` is
+            ``[n, k]``, with one row per token.
 
     For experts, both arrays have an additional first dimension: the expert.
     """
@@ -379,7 +380,8 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Apply SmoothQuant (Xiao et al., 2022) to the linear layers of one block whose input comes from a norm.
+    """Apply SmoothQuant (Xiao et al., 2022) to one block: to each linear layer whose input is the output of a
+    norm.
 
     Args:
         parameters: the parameters of the block, which are changed in place.

@@ -1,7 +1,8 @@
 """Measure the importance of attention groups, feed-forward units and experts on calibration data.
 
 The importance of a group or unit is its first-order effect on the loss (Michel et al., "Are Sixteen Heads
-Really Better than One?", 2019). The importance of an expert is its share of the sum of all routing weights.
+Really Better than One?", 2019). The importance of an expert is its share of the sum
+of its layer's routing weights.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def saliency_scores(
 
 
 def usage_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, np.ndarray]:
-    """Return how much each expert is used: layer number -> shares ``[experts]``. The routing weights of an
-    expert are summed over all tokens. Its share is this sum, divided by the total of all experts.
+    """Return how much each expert is used: layer number -> shares ``[experts]``, which add up to 1. An
+    expert's share is the sum of its routing weights over all tokens, divided by the sum for all experts of
+    the layer.
 
     Args:
         windows: token ids ``[c, s + 1]``: c windows of s input tokens and one more token, which is not used.

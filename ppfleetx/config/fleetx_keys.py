@@ -209,11 +209,10 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """Set ``Model.module``, if it is missing, to the task that the configured dataset is for. Yields
-    warnings.
+    """Set ``Model.module``, if it is missing, to the task that the configured dataset is for: FleetX's later
+    configuration files do not name the task. Yields warnings.
 
-    FleetX's later configuration files do not name the task. If the dataset of ``Data.Eval`` is for offline
-    evaluation, ``Data.Eval`` is removed, because section ``Offline_Eval`` replaces it.
+    Also removes ``Data.Eval`` if its dataset is for offline evaluation, which reads ``Offline_Eval`` instead.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
@@ -232,11 +231,10 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Rewrite limits of -1 in section ``Engine``, which mean "no limit", if ``run_mode`` is ``epoch``. Yields
-    warnings.
+    """Rewrite limits of -1 (no limit) in section ``Engine``. Yields warnings.
 
-    ``max_steps`` becomes a very large number. ``eval_iters`` and ``test_iters`` are removed, so their
-    defaults apply.
+    Only configurations with ``run_mode: epoch`` are changed. ``max_steps`` becomes a very large number.
+    ``eval_iters`` and ``test_iters`` are removed, so their defaults apply.
     """
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return

@@ -31,7 +31,8 @@ def _read(path: Path, chain: tuple[Path, ...] = (), **entry: Any) -> tuple[Node,
     """Read ``path`` and merge it over its base files. Returns the tree, and warnings about old spellings.
 
     Args:
-        chain: the files through whose ``_base_`` entries ``path`` was reached, from the first to the last.
+        chain: the files that led to ``path``. Each names the next one in its ``_base_``, and the last one
+            names ``path``.
         entry: for messages, the ``key``, ``value`` and ``place`` of the ``_base_`` entry that names ``path``.
     """
     if path.resolve() in map(Path.resolve, chain):
@@ -128,7 +129,8 @@ def read_config(
 
 
 def _refuse_unnamed_plugins(tree: Node) -> None:
-    """Raise ConfigError if ``Global.plugins`` lists a plugin that has not been imported."""
+    """Raise ConfigError if ``Global.plugins`` lists a plugin that has not been imported. The user must name
+    it, with ``--plugin`` or ``PPFLEETX_PLUGINS``, so a configuration file alone never makes code run."""
     section = tree.value.get("Global")
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
     if wanted is None or not isinstance(wanted.value, list):

@@ -92,7 +92,7 @@ class ParallelPlan:
 
     @property
     def emp(self) -> int:
-        """The number of ranks that slice each expert's matrices."""
+        """The number of ranks that slice each expert's matrices: ``expert_mp`` or, if it is None, ``mp``."""
         return self.mp if self.expert_mp is None else self.expert_mp
 
     @property
@@ -322,7 +322,7 @@ def enumerate_plans(world_size: int, work: Workload | None = None) -> list[Paral
     """List the legal parallel plans of ``world_size`` processes for the workload ``work``.
 
     Plans with ``pp_layers``, expert parallelism, ZB-H1 or more than two virtual stages per rank are left out.
-    Only some of the other plans are also tried with offload.
+    Plans with offload to host memory are listed only if :func:`_offloads` allows them.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -388,10 +388,10 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """Return a copy of ``plan`` whose degrees of expert parallelism are close to those of the plan ``like``.
+    """Return ``plan`` with degrees of expert parallelism that are legal and close to those of ``like``.
 
-    ``ep`` is the highest legal divisor of ``like.ep``. ``expert_mp`` is ``like.expert_mp`` or, if that is not
-    legal, 1. Returns ``plan`` itself if none of these degrees is legal.
+    ``ep`` is the largest legal divisor of ``like.ep``. ``expert_mp`` is ``like.expert_mp`` or, if that is not
+    legal, 1. If no such pair of degrees is legal, ``plan`` is returned unchanged.
     """
     degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))

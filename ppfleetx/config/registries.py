@@ -35,7 +35,8 @@ class LoggerTraits:
         extra: the pip extra of ppfleetx that installs the library.
         options: the names of the writer's options, whose values are strings; None: the writer itself checks
             its options.
-        callback: the name of the callback that writes the metrics if the writer is not a ``LogWriter``.
+        callback: the name in :data:`CALLBACKS` of a writer that is a callback; None if the writer is a
+            ``LogWriter``.
     """
 
     package: str | None = None
@@ -132,8 +133,8 @@ class OptimizerTraits:
 
     Attributes:
         states: the number of float32 states per parameter, such as 2 for AdamW.
-        matrix_states: the same number for the weight matrices of the transformer blocks; None: equal to
-            ``states``.
+        matrix_states: the number of float32 states per element of the weight matrices in the transformer
+            blocks; None: ``states``.
         reads: which of the keys beta1, beta2, epsilon and weight_decay in section ``Optimizer`` it uses.
         options: the names that it accepts in ``Optimizer.options``.
         needs_whole_matrices: whether one of its rules updates whole matrices (``Rule.needs_whole``), which

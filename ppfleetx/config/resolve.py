@@ -116,7 +116,8 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
 def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
     """Return the batch sizes, and warnings.
 
-    If a file sets an ``accumulate_steps`` that contradicts the other sizes, it is ignored with a warning.
+    A value of ``accumulate_steps`` that contradicts the other sizes is ignored, with a warning, if it comes
+    from a file.
     """
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
@@ -193,8 +194,8 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Return ``cfg`` with the default of ``max_seq_len`` in each dataset limited to the model's context
-    length. A ``max_seq_len`` that the user set is kept."""
+    """Reduce ``max_seq_len`` of each dataset to the model's context length if it is greater and the user has
+    not set it. Returns the resulting configuration."""
     longest = cfg.Model.max_position_embeddings
     for mode in MODES:
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

@@ -27,8 +27,12 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def check_one_process(cfg: RunConfig, what: str, processes: int = 1) -> None:
-    """Raise ConfigError if the parallel plan has several ranks, or if the launcher has started several
-    ``processes``. ``what`` names the program, which runs in one process only, for the message."""
+    """Raise ConfigError if the parallel plan has several ranks or the job has several processes.
+
+    Args:
+        what: the name of the program, for the message.
+        processes: the number of processes that the launcher has started.
+    """
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"{what} runs in one process with the whole model, unlike the plan ({cfg.plan}). A checkpoint of "

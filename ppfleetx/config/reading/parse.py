@@ -129,8 +129,7 @@ def read_yaml(
 def made_sections(path: Path, place: str) -> Sections:
     """Read the sections in a YAML file that ppfleetx generated.
 
-    Error messages name ``place``, from which the file was generated, because the user has never seen the file
-    itself.
+    Error messages do not name the file, which the user has never seen. They name its source, ``place``.
     """
     return Sections(plain_value(read_yaml(path)), place)
 

@@ -91,12 +91,13 @@ class DistributedConfig(Section):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """The configured ``bucket_size`` in bytes; None without ``sharding.reduce_overlap``."""
+        """``bucket_size`` in bytes, for gradients; None without ``sharding.reduce_overlap``."""
         return self.packed_bytes if self.sharding.reduce_overlap else None
 
     @property
     def packed_bytes(self) -> int:
-        """The configured ``bucket_size`` in bytes."""
+        """``bucket_size`` in bytes, for broadcasts of small parameters, which are packed into shared
+        messages. Does not depend on ``sharding.reduce_overlap``."""
         return int(self.bucket_size * 2**20)
 
     def violations(self) -> Iterator[RuleError]:

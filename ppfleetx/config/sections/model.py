@@ -328,9 +328,8 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """A copy of the section ``moe``, normalized to compare networks; None if the model is dense. Keys
-        that do not shape the network have fixed values, so two models with the same network have equal
-        copies."""
+        """The section ``moe`` in a form that is equal for equal networks; None if the model is dense. Null
+        values that shape the network are filled in. Keys that do not shape it have fixed values."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
