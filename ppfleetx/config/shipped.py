@@ -33,11 +33,12 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(given: str | Path) -> Path:
     """Return the path of a configuration, given as a path or as the name of a shipped configuration.
 
-    The folder and the ending ``.yaml`` of a shipped configuration may be left out. An absolute path, or one
-    that ends in ``.yaml`` or ``.yml``, is returned even if it does not exist.
+    The folder and the ending ``.yaml`` of a shipped configuration may be left out. If ``given`` is neither an
+    existing path nor a shipped configuration, but is absolute or ends in ``.yaml`` or ``.yml``, it is
+    returned unchanged. The code that reads it reports the error.
 
     Raises:
-        ConfigError: there is no such file, directory or shipped configuration.
+        ConfigError: ``given`` is none of these.
     """
     given = Path(given)
     if os.path.lexists(given):
@@ -101,10 +102,10 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """Return the contents of a configuration file and its ``_base_`` files, for a copy. The keys of the
-    result are the paths of the files in the copy.
+    """Prepare a copy of a configuration file and its ``_base_`` files. Returns {path in the copy: content}.
 
-    ``_base_`` entries in the contents are changed to the new paths.
+    The paths are relative to the directory of the copy. ``_base_`` entries in the contents are changed to
+    these paths.
     """
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")

@@ -56,9 +56,9 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
-    """Turn ``violation`` into a ConfigError. The message shows the value of each key that the user wrote, and
-    where it was written (``origins``). If the user wrote none of the keys, it shows the first key and its
-    default."""
+    """Turn ``violation`` into a ConfigError. Of the keys in ``violation.keys``, the message shows those that
+    the user set: the value, and where it was written (``origins``). If the user set none of them, the message
+    shows the first one with its default."""
     return ConfigError(**_violation(violation, "", values, origins))
 
 

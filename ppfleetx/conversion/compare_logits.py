@@ -73,7 +73,8 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     """Return the largest absolute difference between two arrays of logits.
 
     Args:
-        whose: names both sources of logits in messages, such as ``of A and of B``.
+        whose: the sources of the two arrays, worded to follow "the logits" in messages, such as
+            ``of A and of B``.
 
     Raises CheckpointError if a logit is not finite, or if the difference exceeds
     ``TOLERANCE * max(1, largest magnitude in two)``.

@@ -295,9 +295,9 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
     """Return the element type of a tensor in the GGUF file.
 
-    Vectors, norms and position embeddings are float32. Matrices get the type ``dtype``; None: they keep their
-    type. As in llama.cpp, there are two exceptions if ``dtype`` is given. Matrices whose rows do not divide
-    into blocks become float16. The word embedding and the head become 8-bit.
+    Vectors, norms and position embeddings are float32. Other matrices keep their type if ``dtype`` is None.
+    Otherwise they get the type ``dtype``, with two exceptions: matrices whose rows do not divide into blocks
+    become float16, and the word embedding and the head become 8-bit.
     """
     if len(tensor.shape) == 1 or name.endswith("_norm.weight") or name.startswith("position_embd"):
         return "F32"

@@ -44,8 +44,9 @@ class Architecture:
         shifts_norms: whether transformers stores norm weights minus 1. llama.cpp stores the weights.
         window_period: the number of layers in a period, if only some layers have a sliding window. The last
             layer of each period has full attention. None: all layers are the same.
-        scale_layers: the number of layers of Gemma 27B, by which llama.cpp recognizes this model. It divides
-            attention scores by sqrt(hidden size / heads), all other Gemma models by sqrt(head size).
+        scale_layers: for Gemma 2 and 3, the number of layers of the 27B model, by which llama.cpp recognizes
+            it. The 27B model divides attention scores by sqrt(hidden size / heads), the other sizes by
+            sqrt(head size). None for all other networks.
     """
 
     name: str
@@ -450,8 +451,8 @@ def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig
 
 
 def rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the tensors for a GGUF file of ``model`` that hold divisors of the rotary frequencies, by tensor
-    name. Only Llama 3 scaling and LongRoPE need such tensors. For other scalings, the metadata suffice."""
+    """Return the divisors of the rotary frequencies that a GGUF file of ``model`` stores as tensors, by name.
+    Only Llama 3 scaling and LongRoPE need such tensors. For other scalings, the metadata suffice."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.type == "llama3":
         return {_LLAMA3_FACTORS: _rope_factors(scaling, model.head_size, model.rotary_base)}

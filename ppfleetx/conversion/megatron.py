@@ -466,11 +466,11 @@ def _expert_name(in_layer: str) -> str | None:
 def _params_of_expert_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """Return the parameters that are used from one expert-parallel rank. These are the rank's experts, with
-    their numbers in the whole layer. Rank 0 also provides all parameters that do not belong to experts.
+    """Select the parameters to read from one expert-parallel rank: its experts, with global instead of local
+    expert numbers, and, only from rank 0, all parameters that do not belong to experts.
 
     Args:
-        tensors: the parameters of the rank. Its experts are numbered from 0.
+        tensors: the parameters of the rank, with local expert numbers, which start at 0 on every rank.
         rank: the expert-parallel rank.
         ep: the expert-parallel degree.
     """

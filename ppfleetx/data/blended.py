@@ -39,9 +39,13 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Compute the order of a blend that takes every sample of every corpus exactly once, as in Megatron-LM's
-    ``build_exhaustive_blending_indices``. ``sizes`` are the numbers of samples of the corpora. Returns the
-    corpus of each of the first ``size`` samples (int16 [size]), and the sample's number within that corpus
-    (int64 [size]). If ``size`` is None, the result covers all samples."""
+    ``build_exhaustive_blending_indices``. Returns the corpus of each sample (int16 [size]), and the sample's
+    number within that corpus (int64 [size]).
+
+    Args:
+        sizes: the number of samples of each corpus.
+        size: the number of samples in the result, from the start of the order; None: all.
+    """
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
 
@@ -65,9 +69,9 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """Return the corpus of each sample in ``num_blocks`` consecutive blocks of a blend (`_choose_in_blocks`).
-    The first block begins with sample ``first``. ``taken[c]`` is the number of earlier samples from corpus c.
-    """
+    """Choose the corpus of each sample in ``num_blocks`` consecutive blocks of `_BLOCK_STEPS` samples. The
+    first block begins with sample ``first`` of the blend. ``taken[c]`` is the number of earlier samples from
+    corpus c, and ``limits[c]`` is the size of corpus c, or infinity for no limit."""
     # Each choice depends on the counts before it, but a small error in them affects only a few choices. So
     # all blocks start from estimated counts, and are computed again until each starts from the exact ones.
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)

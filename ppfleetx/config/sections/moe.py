@@ -140,8 +140,8 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """Return a copy of this section, normalized to compare networks. Keys that do not shape the network
-        have fixed values, so two sections that describe the same network have equal copies."""
+        """Return a normalized copy of this section: two sections that describe the same network have equal
+        copies. Keys that do not shape the network get fixed values."""
         default = type(self).model_fields
         return self.model_copy(
             update={

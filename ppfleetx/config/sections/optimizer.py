@@ -63,14 +63,14 @@ class LRConfig(Section):
     """Shape of the final decay of `wsd`."""
 
     def length_of(self, steps: int, batch: BatchPlan) -> int:
-        """Return how long the first ``steps`` optimizer steps of a run are in the schedule's ``unit``: the
-        number of steps or of samples."""
+        """Convert the first ``steps`` optimizer steps of a run to the schedule's ``unit``. Returns ``steps``
+        or the number of samples in these steps."""
         return batch.consumed_after(steps) if self.unit == "sample" else steps
 
     @property
     def num_warmup_steps(self) -> float:
-        """The length of the warm-up in the schedule's ``unit``, not rounded if it follows from
-        ``warmup_rate``.
+        """The length of the warm-up in the schedule's ``unit``: a number of steps or of samples. It can be a
+        fraction if it is computed from ``warmup_rate``.
 
         Raises:
             RuleError: ``warmup_rate`` is given without ``decay_steps``.

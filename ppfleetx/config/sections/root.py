@@ -75,8 +75,8 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each value that the user gave was written, by dotted key: ``file:line``, ``-o override n``,
-        or the name of another option or argument, such as ``--output``."""
+        """The place where the user set each key, by dotted key: ``file:line``, ``-o override n``, or the name
+        of another option or argument, such as ``--output``. Keys that the user did not set are missing."""
         return dict(self._origins)
 
     @property

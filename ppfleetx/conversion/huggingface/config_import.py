@@ -133,8 +133,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(config: Mapping[str, Any], family: Family) -> None:
-    """Raise CheckpointError if a value in ``config.json`` is invalid. It must be valid for the key of our
-    ``Model`` section to which it is converted."""
+    """Raise CheckpointError if a key in ``config.json`` has a value that the corresponding key of our
+    ``Model`` section does not accept."""
     for key in family.keys.keys() & config.keys():
         kind = annotation_at(ModelConfig, family.keys[key][0].split()[0].split("."))
         try:

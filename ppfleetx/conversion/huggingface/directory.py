@@ -206,8 +206,8 @@ _WITHOUT_NEXT_TOKENS = (
 
 
 def _of_next_tokens(names: Collection[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
-    """Return those of ``names`` that belong to multi-token prediction layers. These layers have the numbers
-    after the model's own layers."""
+    """Return those of ``names`` that belong to multi-token prediction layers, which are numbered after the
+    model's own layers."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
     return {name for name in names if name.startswith(layers)}

@@ -40,7 +40,7 @@ class Family:
         architecture: the name of the class in transformers.
         keys: key of ``config.json`` -> (key of our ``Model`` section, transformers' default). Several of our
             keys can be given, separated by spaces. The default is a value, or a function that computes it
-            from the ``config.json``. NEEDED marks a required key.
+            from the ``config.json``. NEEDED stands for no default: the key must be present and not null.
         fixed: keys and values of our ``Model`` section that are the same in all networks of this type.
         names: our layer or parameter -> Hugging Face's layer or tensor. ``{}`` stands for the block number,
             ``{expert}`` for the expert number, and ``{part}`` for a part of a fused layer, such as q or gate.
@@ -50,7 +50,7 @@ class Family:
         aliases: alternative ``config.json`` keys that transformers accepts -> the keys used here.
         has_in_out_linears: whether linear weights are stored as ``[in, out]``, not ``[out, in]``.
         has_parts_in_a_row: whether a fused layer stores all queries, then all keys, then all values.
-        required: keys that must be present, even if null.
+        required: ``config.json`` keys that must be present, but can be null.
         off: options that we do not support -> the values that are accepted, because they turn the option off.
     """
 
@@ -91,8 +91,8 @@ class Family:
         return {*self.keys, *self.aliases, *(key for one in self.features for key in one.reads)}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
-        """Return a copy of a ``config.json`` in which the usual key is set for each alias. Raises
-        CheckpointError if an alias and the usual key have different values."""
+        """Return a copy of a ``config.json`` in which the value of each alias is also stored under the usual
+        key. Raises CheckpointError if an alias and its usual key have different values."""
         made = dict(config)
         for alias, name in self.aliases.items():
             if alias in made and made.setdefault(name, made[alias]) != made[alias]:

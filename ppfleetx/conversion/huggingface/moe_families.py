@@ -32,8 +32,8 @@ NEXT_TOKENS = "num_nextn_predict_layers"
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """Return the key of our ``Model`` section that says which layers have experts, with its value. The key is
-    ``moe.first_dense_layers`` if only leading layers are dense, otherwise ``moe.layers``.
+    """Return the setting of our ``Model`` section that says which layers have experts, as {key: value}. The
+    key is ``moe.first_dense_layers`` if only leading layers are dense, otherwise ``moe.layers``.
 
     Args:
         dense: the numbers of the layers without experts.

@@ -135,8 +135,9 @@ def base_of(cfg: RunConfig) -> Path | None:
     """Return the path of the checkpoint with the frozen base weights of adapters, which ``Model.lora.base``
     names. Returns None if the key is not set. Raises CheckpointError if no checkpoint is found.
 
-    A resumed run can have its own output directory as ``Model.lora.base``. Its own checkpoints there have
-    adapters, so the newest checkpoint that another run saved there is preferred.
+    If ``Model.lora.base`` is the output directory and the run resumes, this is the newest checkpoint there
+    that another run saved, if there is one. The run's own checkpoints are skipped, because they
+    have adapters.
     """
     place = None if cfg.Model.lora is None else cfg.Model.lora.base
     if place is None:

@@ -98,8 +98,8 @@ def claim(cfg: RunConfig, start: Start, will_reach: Callable[[int, int], bool]) 
 
     Writes the configuration and the run's identity, and removes unfinished files of a killed run. With
     ``Engine.save_load.overwrite``, deletes the checkpoints and metrics of the earlier run. If this run
-    continues the earlier run, deletes that run's checkpoints beyond ``keep_max``. If the earlier run was
-    killed before its first checkpoint, deletes its metrics files instead.
+    continues the earlier run, deletes that run's checkpoints beyond ``keep_max``. If that run was killed
+    before its first checkpoint, this run starts again at step 0, and the metrics files are deleted.
 
     Args:
         will_reach: a function of (epoch, step) that returns whether this run can save a checkpoint with

@@ -62,8 +62,8 @@ class Engine:
         length: number of steps to train, and the intervals of evaluations and checkpoints.
         new_evaluator: creates the evaluator for one evaluation set.
         go_back: a function that loads the run's last checkpoint after a loss spike. It is called with the
-            engine and the number of samples to skip from the start of the training order. It returns the
-            batches that follow, or None if there is no checkpoint.
+            engine and the number of consumed samples up to and including the spike, after which training
+            continues. It returns the batches that follow, or None if there is no checkpoint.
         pruning: prunes the model while it trains; None for no pruning.
     """
 

@@ -281,8 +281,8 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
     """Return the newest checkpoint of the run in ``output_dir``, or None if the run cannot resume there.
 
-    With ``resume: auto``, damaged checkpoints and those of other runs are skipped. The result is None if no
-    other checkpoint is left. Without ``auto``, the newest checkpoint must be usable. The result is None only
+    With ``resume: auto``, damaged checkpoints and those of other runs are skipped, and the result is None if
+    nothing else is there. Without ``auto``, the newest checkpoint must be usable, and the result is None only
     if there is no checkpoint and ``ckpt_dir`` is set.
 
     Raises:
@@ -317,9 +317,9 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
     """Find the checkpoint from which a training run starts, and the base weights of its adapters. Returns a
-    copy of ``cfg`` and the :class:`Start`. In the copy, the keys that name these checkpoints have their exact
-    paths: ``Model.lora.base``, and ``ckpt_dir`` or ``init_from``. Raises CheckpointError on all ranks if a
-    checkpoint cannot be opened."""
+    copy of ``cfg`` and the :class:`Start`. In the copy, ``Model.lora.base`` and the ``ckpt_dir`` or
+    ``init_from`` in use are replaced by the exact paths of the checkpoints that were found. Raises
+    CheckpointError on all ranks if a checkpoint cannot be opened."""
     base = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:

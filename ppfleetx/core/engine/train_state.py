@@ -73,8 +73,8 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """Read the progress from a checkpoint, also one of an older version. Raises CheckpointError if the
-        progress is damaged."""
+        """Read the progress from a checkpoint, which an older version of ppfleetx may have saved. Raises
+        CheckpointError if the progress is damaged."""
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
         except ValidationError as error:

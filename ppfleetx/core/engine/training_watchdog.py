@@ -33,8 +33,8 @@ def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
     """Context manager that runs this process's watchdog, which writes hang reports to ``directory`` inside
-    the output directory. A watchdog that :func:`watch_start` has started is used. If ``Engine.hang_timeout``
-    is 0, no watchdog runs. All ranks must call this."""
+    the output directory. If :func:`watch_start` has already started a watchdog, that one keeps running, with
+    its own directory. If ``Engine.hang_timeout`` is 0, no watchdog runs. All ranks must call this."""
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)
     if cfg.Engine.hang_timeout and ctx.world_size > 1:

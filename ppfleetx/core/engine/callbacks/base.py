@@ -35,10 +35,10 @@ class Callback:
     """Base class of callbacks. The training loop calls the ``on_...`` methods, which by default do nothing,
     and waits until they return.
 
-    A callback is created once per process as ``Class(setup, **options)``, with a :class:`CallbackSetup` and
-    the options in ``Engine.callbacks``. The order of ``Engine.callbacks`` is the order of the calls. By
-    default a callback is created on rank 0 only (see ``CallbackTraits.ranks``). Unless it runs on all ranks,
-    it must not communicate with other ranks.
+    A callback is created as ``Class(setup, **options)``, with a :class:`CallbackSetup` and the options in
+    ``Engine.callbacks``. The order of ``Engine.callbacks`` is the order of the calls. By default, only rank 0
+    creates the callback (see ``CallbackTraits.ranks``). Unless it runs on all ranks, it must not communicate
+    with other ranks.
 
     If a method raises a ``UserError`` during training, all ranks end the run before the next step, with that
     message and exit code 2. Any other exception ends the job with a traceback.

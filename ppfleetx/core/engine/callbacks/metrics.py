@@ -190,7 +190,9 @@ def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: 
     """Remove the records of steps after ``step``, and incomplete lines, from a metrics file.
 
     Args:
-        consumed: also remove records of spikes that were written after the run had used more samples.
+        consumed: also remove spike records whose ``consumed_samples`` is larger. After going back to a
+            checkpoint, a run writes the checkpoint's step into the spike record, so the step alone does not
+            show that the record is newer.
         evaluated: also remove records of evaluations after this step.
     """
     if not path.exists():
