@@ -66,9 +66,9 @@ def build_dataloader(
     """Build the data loader of ``Data.<mode>`` for one data rank.
 
     The training loader never ends: after the last sample, it starts again. An evaluation loader yields the
-    same batches in every evaluation. It reads a finetuning dataset whole, and at most the configured number
-    of samples from corpora. Padding samples, whose loss mask is 0, fill an incomplete last batch. Corpora
-    with ``drop_last`` drop this batch instead.
+    same batches in every evaluation: all samples of a finetuning dataset, or at most `requested_samples` of
+    corpora. If its last batch is incomplete, padding samples with a loss mask of 0 are added. For corpora
+    with ``drop_last``, the incomplete batch is left out instead.
 
     Raises the errors of `build_dataset`. Also raises ConfigError if the global batch is not divisible by
     micro batch size x data ranks, and DataError if the evaluation data have no full batch.
@@ -142,7 +142,7 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     """Load the tokenizer that ``Data.tokenizer`` describes. Returns None if there is no such section, or if
-    the section names no files and keeps the default name, BPE. Raises DataError if the tokenizer cannot be
+    its ``name`` is BPE, the default, and it sets no files. Raises DataError if the tokenizer cannot be
     loaded."""
     files = cfg.Data.tokenizer
     if files is None or (not files.given and files.name == "BPE"):

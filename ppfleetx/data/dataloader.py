@@ -68,7 +68,7 @@ class GlobalBatchSampler:
         self._pass, self._permutation = -1, np.empty(0, np.int64)
 
     def start_after(self, consumed_samples: int, data_start: int = 0) -> None:
-        """Set where later iterations start: after the first ``consumed_samples`` samples of the run.
+        """Set which step is step 0: the one after the first ``consumed_samples`` samples of the run.
         ``data_start`` is the number of samples that the run had consumed when it began to read this dataset.
         """
         self.consumed_samples, self._firsts = consumed_samples, [consumed_samples]
@@ -182,8 +182,8 @@ def trim_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBa
 
 
 class DataLoader:
-    """Reads the batches of one data rank. Iterating yields a list of micro batches for each step. Every
-    iteration starts at the sampler's first step. ``num_workers`` threads read steps in advance."""
+    """Reads the batches of one data rank. Iterating yields a list of micro batches for each step, from
+    the sampler's step 0 on. ``num_workers`` threads read steps in advance."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
         self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers

@@ -88,8 +88,8 @@ class GPTDataset:
 
     Args:
         num_samples: number of samples wanted. None: one epoch.
-        at_least: minimum length of the dataset, for which it has more epochs if necessary. Ignored if
-            ``num_samples`` is None.
+        at_least: minimum number of samples. If the epochs for ``num_samples`` have fewer, more epochs are
+            used. Ignored if ``num_samples`` is None.
         name: name of the split (Train, Eval or Test), for messages.
         cache_dir: directory where the shuffled order is cached. None: ``cache`` beside the corpus.
     """

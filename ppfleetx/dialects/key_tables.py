@@ -7,8 +7,10 @@ Each row names one option, or several separated by spaces, under ``key``, and ha
   ppfleetx; ``by`` names a function in `CONVERSIONS` instead. Without both, the value is unchanged.
   ``default`` is the value to use if no option of the row is given.
 - ``joint``: the keys of ppfleetx that a rule, a Python function, computes from this option and others.
-- ``fixed``: why the option has no effect. ``only`` lists the accepted values.
-- ``unused``: why the option has no meaning in ppfleetx.
+- ``fixed``: why the option has no effect, for example because ppfleetx always computes the loss in float32.
+  ``only`` lists the accepted values; other values are an error.
+- ``unused``: why the option has no meaning in ppfleetx, for example because it is an internal of the other
+  toolkit. All values are accepted.
 - ``refused``: why the option is an error.
 
 ``says`` is a note for the documentation page. In an option's dotted name, ``*`` matches one part, and ``**``
@@ -178,8 +180,9 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """Convert an attention window ``(left, right)`` to ``Model.attention_window``. A token attends to
-    ``left`` positions before it and ``right`` positions after it. A negative ``left`` means no window."""
+    """Convert an attention window ``(left, right)`` to ``Model.attention_window``. ``left`` is the number of
+    positions before a token that it attends to; -1 means all. ``right``, the number of positions after the
+    token, is ignored, because the model is causal."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")

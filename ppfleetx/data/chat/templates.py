@@ -170,8 +170,8 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _BoundedCode(CodeGenerator):
-    """Jinja code generator that compiles ``a ~ b`` to ``environment.join((a, b))``. This method limits the
-    size of the result."""
+    """Jinja code generator that compiles ``a ~ b`` to a call of `_Environment.join`, which limits the size of
+    the result."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (Jinja's interface)
         self.write("environment.join((")
@@ -419,10 +419,10 @@ class _Turns:
         return found
 
     def _span_by_difference(self, number: int) -> Span | None:
-        """Return the span of the message with index ``number``, found with two renderings. The span
-        begins at the end of the first, which has the earlier messages and a generation prompt. It ends at the
-        end of the second, which has all messages up to this one. Returns None if the text of the whole
-        conversation does not begin with both renderings, or if ``number`` is 0."""
+        """Return the span of the message with index ``number``, found with two renderings. The first
+        has the earlier messages and a generation prompt, and the span begins where it ends. The second has
+        the earlier messages and this one, and the span ends where it ends. Returns None if the text of the
+        whole conversation does not begin with both renderings, or if ``number`` is 0."""
         if number == 0:  # the first message cannot follow a generation prompt
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -466,9 +466,9 @@ class _Turns:
         ]
 
     def _end_of_prompt(self, text: str) -> int:
-        """Return the offset in ``text`` at which the generation prompt ends, the text that the template
-        writes before an answer. If ``text`` contains only the beginning of this prompt, returns the end of
-        the beginning. If ``text`` contains no part of it, returns 0."""
+        """Return the offset in ``text`` after the generation prompt, which the template writes before an
+        answer. If ``text`` has only the first characters of this prompt, returns the offset after those. If
+        it has none of them, returns 0."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

@@ -88,7 +88,7 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _split_to_size(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split ``piece``, the bytes of several documents, between documents into blocks of at most
+    """Split ``piece``, which consists of whole documents, at ends of documents into blocks of at most
     ``max_bytes``. Yields None in place of a document longer than ``max_bytes``."""
     while len(piece) > max_bytes:
         end = ends.first(piece)

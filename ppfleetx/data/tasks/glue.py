@@ -28,13 +28,14 @@ class GlueTask:
 
     Attributes:
         title: the task's name in GLUE, such as ``SST-2``.
-        texts, label: the column headers of the one or two sentences, and of the label.
+        texts, label: the names of the columns with the one or two sentences, and with the label.
         labels: the possible labels, in the order of the classes; empty for a regression.
-        headerless: column numbers by column header, for files without a header line.
+        headerless: the number of each named column in files without a header line; empty if a header line is
+            required.
         has_bad_rows: whether files of the task have rows with a wrong number of fields. Such rows are skipped
             when labels are read.
-        original: file names in the data set that GLUE took the task from, by part (train, dev, test). They
-            are read if there is no ``{part}.tsv``.
+        original: the file to read if there is no ``{part}.tsv``, by part (train, dev, test). These are files
+            of the data set that GLUE took the task from.
     """
 
     name: str

@@ -19,10 +19,10 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Return the tokens that ``merges`` produce, in the order of the merges, with their ranks for tiktoken. A
-    token's rank is the index of the merge that produces it. A token is left out if the merges do not produce
-    it when they are applied to its own bytes. Returns None if a merge is listed before the merge that
-    produces one of its halves, because tiktoken cannot reproduce that."""
+    """Return tiktoken's ranks, {token: rank}, for the tokens that ``merges`` produce. A token's rank is the
+    index of the merge that produces it. A token is left out if its own bytes are encoded as several tokens,
+    because it then occurs in no text. Returns None if a merge is listed before the merge that produces one of
+    its halves, because tiktoken cannot reproduce that."""
     # Byte-level BPE joins neighbors x and y only if the pair (x, y) is listed. tiktoken joins them whenever
     # the bytes of x + y are a token. Both give the same ids if each token, encoded alone by the merges, stays
     # one token. Proof: suppose tiktoken joins x and y to T, and (x, y) is not listed. No merge has crossed
@@ -57,9 +57,8 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Return whether earlier merges keep ``left`` and ``right`` from being merged. They do if they make a
-    token across the boundary between ``left`` and ``right`` when they are applied to the bytes
-    ``left + right``.
+    """Return whether earlier merges prevent the merge of the tokens ``left`` and ``right``. They do if,
+    applied to the bytes ``left + right``, they make a token that crosses the boundary between the two.
 
     Args:
         own_rank: the rank of the merge of ``left`` and ``right``.
@@ -359,9 +358,9 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Return the tokens in ``id_of`` that no merge produces and that are not single bytes. ``live`` has the
-    tokens that merges produce (`live_ranks`). Raises Unsupported if tiktoken would make one of the returned
-    tokens by joining two others."""
+    """Return the tokens of the vocabulary ``id_of`` that can only stand for a whole piece (word) of the split
+    text: no merge produces them, and they are not single bytes. ``live`` has the tokens that merges produce
+    (`live_ranks`). Raises Unsupported if tiktoken would make a returned token by joining two others."""
     # With ignore_merges, such a token is used only if it equals a whole piece (word) of the split text.
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -104,15 +104,13 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """Return a tokenizer's files with all its chat templates moved into the entry ``chat_template`` of
-    ``tokenizer_config.json``. The templates come from the folder ``additional_chat_templates/`` in
-    ``directory``, and from ``chat_template.jinja`` in ``texts``, whose template gets the name ``default``.
+    """Move a tokenizer's chat templates into ``tokenizer_config.json``, if it has named ones: files in the
+    folder ``additional_chat_templates/`` of ``directory``. ``texts`` and the result have the contents of the
+    tokenizer's files, by file name.
 
-    Args:
-        texts: the contents of a tokenizer's files, by file name.
-
-    Returns the new contents, by file name; ``texts`` itself if the folder has no templates. Raises DataError
-    if a file is damaged.
+    The named templates become a list, which replaces the entry ``chat_template``. The list begins with the
+    template of ``chat_template.jinja``, if there is one, under the name ``default``. Without named templates,
+    ``texts`` is returned unchanged. Raises DataError if a file is damaged.
     """
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
@@ -198,9 +196,9 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """Return the contents of the files to write for the tokenizer ``written``, by file name.
-    ``AutoTokenizer.from_pretrained`` loads the same tokenizer from them. ``eod`` is the end-of-document
-    token; None if there is none."""
+    """Return the contents of the files in which to save a tokenizer, by file name. ``written`` has the
+    contents of the tokenizer's own files. ``AutoTokenizer.from_pretrained`` loads the same tokenizer from the
+    result. ``eod`` is the end-of-document token; None if there is none."""
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
     if _has_only_vocab_and_merges(definition):

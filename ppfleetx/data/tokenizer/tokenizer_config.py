@@ -98,8 +98,9 @@ class SideFiles:
         return {one["name"]: one["template"] for one in listed}
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
-        """Return a copy of ``files`` in which ``eos`` is the end-of-text token (None: no change). The token
-        is set in ``tokenizer_config.json``, and in ``special_tokens_map.json`` if that file has one."""
+        """Return a copy of ``files`` with ``eos_token`` set to ``eos`` (None: no change). The key is set in
+        ``tokenizer_config.json``, and in ``special_tokens_map.json`` if it is already there. A file that does
+        not exist is not added."""
         texts = dict(files.side_texts)
         for name in (CONFIG, SPECIAL_TOKENS):
             content = self.read(name)
@@ -134,10 +135,10 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _unnamed_special_tokens(self) -> tuple[list[Token], list[Token]]:
-        """Return two lists of special tokens that have no role such as ``bos_token``. The second list has the
-        tokens under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, and the
-        first list has all others. transformers ignores the legacy key if another key has a list of such
-        tokens. The second list is then empty."""
+        """Return the special tokens that have no role such as ``bos_token``, as two lists. The second has
+        those under the legacy key ``additional_special_tokens`` of ``special_tokens_map.json``, and the first
+        has all others. If another key or file lists such tokens, the second list is empty, because
+        transformers then ignores the legacy key."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)

@@ -35,8 +35,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 def _message(value: Any, name: str) -> dict[str, Any]:
     """Check one message of a chat request, and return it in the form that chat templates expect. The parts
-    of ``content`` are joined into one string, and the ``arguments`` of tool calls are parsed. Errors call the
-    message ``name``. Raises ValueError if the message is malformed."""
+    of ``content`` are joined into one string, and the ``arguments`` of tool calls are parsed. Raises
+    ValueError if the message is malformed. ``name`` refers to the message in the error, as in ``message 3``.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     value = with_read_arguments(value)

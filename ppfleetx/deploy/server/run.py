@@ -57,9 +57,9 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Return the API key from the environment variable that ``Serve.api_key_env`` names. Returns None, so
-    that clients need no key, if the default variable is not set. Raises ConfigError if any other variable is
-    not set, or if the key is empty or not ASCII."""
+    """Return the API key from the environment variable that ``Serve.api_key_env`` names. The default
+    variable need not be set. If it is not, returns None, and clients need no key. Raises ConfigError if
+    another variable is named and is not set, or if the key is empty or not ASCII."""
     name = cfg.Serve.api_key_env
     key = environ.get(name)
     if key is None and name == API_KEY_VARIABLE:

@@ -169,7 +169,8 @@ class Scheduler:
         self._fail_all(error)
 
     def _has_work(self) -> bool:
-        """Sleep until there are sequences to run, and return True. Returns False if the thread must end."""
+        """Return whether there are sequences to run. If there are none, waits for some. False means that the
+        thread must end."""
         with self._changed:
             while not self._rows and not self._waiting:
                 if self._closing_at is not None:

@@ -20,8 +20,9 @@ from ppfleetx.generation.text_io import RowText
 
 @dataclass(frozen=True)
 class NewText:
-    """Event: the new text of continuation ``index`` of the request. There is an event for each new token, so
-    ``text`` may be empty. ``num_tokens`` is 1, or 0 if the request asked for no tokens."""
+    """Event: a new token of continuation ``index`` of the request. ``text`` is the text that can now be sent;
+    it is empty if, for example, a UTF-8 character is still incomplete. If the request asks for no tokens,
+    there is one event for each continuation, with ``num_tokens`` 0; otherwise ``num_tokens`` is 1."""
 
     index: int
     text: str

@@ -15,7 +15,7 @@ from ppfleetx.nn.token_dispatcher import RoundTrip, TokenDispatcher
 
 
 class GroupedMatrix:
-    """The weight matrices of all experts, as constants of an exported program.
+    """One weight matrix for each expert, such as those of ``fc1``, as constants of an exported program.
 
     Attributes:
         weight: [experts, inputs, outputs].
@@ -58,8 +58,8 @@ class GroupedMatrix:
 
 def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
     """Return ``values`` with row e repeated ``counts[e]`` times, like ``numpy.repeat``. ``values`` is
-    [experts, outputs], and the result is [rows, outputs]. Of ``x``, only the number of rows is used, which
-    must be the sum of ``counts``."""
+    [experts, outputs], and the result is [rows, outputs]. ``x`` only gives the number of rows, the sum of
+    ``counts``."""
     expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
     return values.index_select(expert)
 
@@ -92,8 +92,8 @@ def grouped_product(x: paddle.Tensor, weight: paddle.Tensor, counts: paddle.Tens
 
 
 class ProgramGroupedLinear(nn.Layer):
-    """An exportable replacement for a linear layer of all experts, with the same parameters. ``matrices``
-    has the layer's weights and, if there is a LoRA adapter, the adapter's two matrices."""
+    """An exportable replacement for a `GroupedLinear`, quantized or not, with the same parameters.
+    ``matrices`` has the layer's weights and, if there is a LoRA adapter, the adapter's two matrices."""
 
     def __init__(self, linear: GroupedLinear | QuantizedGroupedLinear) -> None:
         super().__init__()
@@ -132,7 +132,8 @@ class ProgramTokenDispatcher(TokenDispatcher):
 
 
 def grouped_matrices_of(model: nn.Layer) -> list[GroupedMatrix]:
-    """Replace the expert layers of ``model`` by exportable ones, and return the new layers' matrices."""
+    """Make the MoE layers of ``model`` exportable: replace their experts' linear layers and their token
+    dispatchers. Returns the matrices of the new linear layers."""
     matrices = []
     for mixture in model.sublayers():
         if isinstance(mixture, MoE):

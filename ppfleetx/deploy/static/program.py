@@ -182,8 +182,8 @@ class GenerationProgram(nn.Layer):
 
     @property
     def file_name(self) -> str:
-        """The file name of this program with C++ operators. The name tells which operators the program
-        uses."""
+        """The file name under which this program is exported after :meth:`use_cpu_ops`. It depends on which
+        C++ operators the program uses."""
         if self.blocks is not None:
             return BLOCKS_FILE
         return QUANTIZED_OPS_FILE if self.is_quantized else CPU_OPS_FILE
