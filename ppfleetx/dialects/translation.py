@@ -59,9 +59,9 @@ class Translation:
         dialect: the toolkit's name, such as "MindFormers".
         place: the file or command line that was translated.
         native: the values of ppfleetx's configuration, by dotted key.
-        fixed: options that the user gave but that have no effect, because ppfleetx behaves in only one way.
-        unused: options that the user gave but that have no meaning in ppfleetx.
-        notes: messages to log about deliberate differences from a run of the toolkit.
+        fixed: options of ``Kind.FIXED`` that the user gave: ppfleetx has only one behavior for them.
+        unused: options of ``Kind.UNUSED`` that the user gave: ppfleetx has nothing that corresponds to them.
+        notes: messages to log about what ppfleetx deliberately does differently from the toolkit.
         given: all options that the user gave, by the option's name in the key table.
         world_size: the number of processes of the job; None if unknown.
     """
@@ -313,8 +313,9 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) -> None:
-    """Raise ConfigError if the user gave an unsupported option, or an unsupported value of an option that has
-    no effect. If there are several, the error names the one that comes first in the key table."""
+    """Raise ConfigError if the user gave an option of ``Kind.REFUSED``, or an option of ``Kind.FIXED`` with a
+    value that is not in ``Key.accepts``. If there are several, the error names the one that comes first in
+    the key table."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

@@ -246,9 +246,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """Return where the first non-finite number of a step appeared, over all ranks, as (rank, NonFinitePlace).
-    Returns None if all numbers are finite. ``mine`` is the result of this rank's search. All ranks must call
-    this."""
+    """Return where the first non-finite number of a step appeared, over all ranks, as (rank, NonFinitePlace):
+    in the lowest layer with a non-finite output or, without such a layer, in the highest layer with a
+    non-finite gradient. Returns None if all numbers are finite. ``mine`` is the result of this rank's search.
+    All ranks must call this."""
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:

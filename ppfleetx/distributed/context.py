@@ -133,8 +133,9 @@ class ParallelContext:
         return mine
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
-        """Sum each number in ``values`` over the process group of ``axes`` (see :meth:`group_over`), in
-        float64. All ranks of the group get bitwise equal sums."""
+        """Sum each number in ``values`` over the ranks along ``axes``, in float64, and return the sums. All
+        these ranks get bitwise equal sums. The sum runs over one axis after another, so it needs no group
+        from :meth:`with_groups` for the combination of axes."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
         from ppfleetx.distributed.host_device_copy import read, upload
@@ -142,8 +143,8 @@ class ParallelContext:
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Sum a small ``tensor`` elementwise over the process group of ``axes`` (see :meth:`group_over`), and
-        return the sum."""
+        """Return the elementwise sum of a small ``tensor`` over the ranks along ``axes``. The sum runs over
+        one axis after another."""
         from ppfleetx.distributed.collectives import sum_gathered
 
         for axis in axes:
@@ -152,8 +153,8 @@ class ParallelContext:
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """Replace ``tensor``, in place, by its elementwise maximum over the process group of ``axes`` (see
-        :meth:`group_over`). Returns ``tensor``."""
+        """Replace ``tensor``, in place, by its elementwise maximum over the ranks along ``axes``, one axis
+        after another. Returns ``tensor``."""
         from paddle import distributed
 
         for axis in axes:

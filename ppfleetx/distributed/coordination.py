@@ -99,9 +99,10 @@ def raise_on_all_ranks(ctx: ParallelContext, error: BaseException | None, *, nam
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """Join the error messages of the ranks into one message. ``texts`` has an entry for each rank; None means
-    no error. Each distinct message begins with the ranks that have it. If there is only one distinct message,
-    the ranks are left out if all ranks have it, or if ``name_ranks`` is False."""
+    """Join the error messages of the ranks into one message, such as ``ranks 0, 1: disk full; rank 2: no such
+    file``. ``texts`` has an entry for each rank; None means no error. If all messages are equal, ranks are
+    named only if ``name_ranks`` is True and some rank has no error. If there are too many distinct messages,
+    only the ranks of the last ones are named."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:

@@ -220,7 +220,9 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """Return a report row if other machines cannot reach this machine at the address ``own``; otherwise None.
+    """Return a report row if the job cannot start with the address ``own``; otherwise None. It cannot start
+    if ``own`` is a loopback address or not an address of this machine. On the first machine, it also cannot
+    start if ``own`` differs from ``host``.
 
     Args:
         own: the address of this machine that Paddle's launcher would announce.

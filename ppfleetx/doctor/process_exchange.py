@@ -85,12 +85,11 @@ class Host:
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
         """Send ``value`` to all processes, and return one :class:`Answer` for each process, in the order of
-        their numbers. All processes must make the same sequence of calls. If nothing arrives for ``seconds``,
-        the :class:`Answer` of each missing process has a problem instead of a value.
+        their numbers. All processes must make the same sequence of calls. If no process sends anything for
+        ``seconds``, each process whose value is still missing gets an :class:`Answer` with a problem.
 
         Raises:
-            RendezvousError: the first process no longer answers. Only raised in the other processes
-                (:class:`Guest`).
+            RendezvousError: the host no longer answers. Only the same method of :class:`Guest` raises this.
         """
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:

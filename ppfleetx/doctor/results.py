@@ -149,10 +149,11 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the report rows of all ranks into one list, sorted by heading. Rows that differ only in their
-    numbers become one row. It has the numbers of the first rank, and lists the ranks that reported it.
+    numbers become one row. It has the numbers of the first rank that reported it, and its ``ranks`` are all
+    ranks that reported it.
 
-    The list is empty if the row is about all ranks. For a warning or a failure, these are all ranks of the
-    job. For any other row, they are the ranks that ran the check.
+    If all ranks of the job reported the row, ``ranks`` is empty. For a row that is neither a warning nor a
+    failure, it is enough that all ranks that ran the check reported it.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}

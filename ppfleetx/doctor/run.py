@@ -193,9 +193,9 @@ class Examination:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Create Paddle fleet's process groups, and test every collective in each group. The tests are
-        skipped if an earlier check found a fault that could make a collective hang. If a test takes longer
-        than ``seconds``, ``finish`` is called with the report's rows, and the process exits."""
+        """Create Paddle fleet's process groups, and test every collective in each group. Both are skipped if
+        an earlier check found a fault that could make them fail or hang. If a step takes longer than
+        ``seconds``, ``finish`` is called with the report's rows, and the process exits."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))

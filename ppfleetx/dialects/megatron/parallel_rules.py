@@ -264,8 +264,8 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """Return the number of layers of each pipeline chunk, in model order. The sizes follow from the keys of
-    ppfleetx that have been translated so far."""
+    """Return the number of layers of each pipeline chunk, in model order. It is computed from ``run.native``,
+    so the number of layers and the pipeline degrees must already be translated."""
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -298,8 +298,9 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """Return the value of the option ``name`` as a list of lists of numbers. The value can also be a single
-    list, a number, or a string such as ``[4,4],[4,2]``. Returns None if the option is not given."""
+    """Return the value of the option ``name`` as a list of lists of numbers: ``[[4, 4], [4, 2]]`` for the
+    string ``[4,4],[4,2]``. A single list or number becomes the only inner list: ``[[3]]`` for 3. Returns None
+    if the option is not given."""
     if name not in run:
         return None
     value = run.value(name)

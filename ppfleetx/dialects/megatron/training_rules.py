@@ -25,8 +25,13 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs(run: Translation, *, callback: str, interval: int) -> None:
-    """Translate the logging interval and the number of data workers for evaluation. Also add ``callback``,
-    which logs in the toolkit's own format. ``interval`` is the toolkit's default interval in steps."""
+    """Translate the logging interval, and add ``callback``, which logs in the format of the user's toolkit.
+    Also use ``num_workers`` for the evaluation data; the key table uses it for the training data.
+
+    Args:
+        callback: the name of the callback in ``Engine.callbacks``.
+        interval: the toolkit's default logging interval in steps.
+    """
     run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
     run.put("Engine.callbacks", ["default", callback], why="its own log lines beside ours")
     workers = run.integer("num_workers", least=0)
@@ -36,7 +41,7 @@ def logs(run: Translation, *, callback: str, interval: int) -> None:
 
 def batches(run: Translation) -> None:
     """Translate ``train_samples``, the length of the run in samples, to steps. Without
-    ``calculate_per_token_loss``, add a note, because Megatron then averages the loss of a step
+    ``calculate_per_token_loss``, add a note that Megatron and ppfleetx average the loss of a step
     differently."""
     if not run.flag("calculate_per_token_loss", False):
         run.notes.append(

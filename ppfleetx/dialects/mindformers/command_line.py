@@ -140,8 +140,8 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
 
     Args:
         chain: paths of the files that include this one, to find cycles.
-        entry: for error messages: the ``key`` and ``value`` that name this file, and the ``place`` (file and
-            line) where they are written.
+        entry: where another file names this file, for error messages: the ``key``, its ``value``, and the
+            ``place`` (file and line). Empty if no other file does.
     """
     here = os.path.realpath(path)
     if here in chain:

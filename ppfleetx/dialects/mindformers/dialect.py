@@ -339,7 +339,8 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def length(run: Translation) -> None:
-    """Translate the number of epochs and the learning-rate schedule."""
+    """Let the run end after its number of epochs, and translate the learning-rate schedule. The key table
+    translates the number of epochs."""
     run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
@@ -406,9 +407,9 @@ def generation(run: Translation) -> None:
 
 
 def _new_tokens(run: Translation) -> None:
-    """Translate ``max_decode_length`` to the maximum number of new tokens. In MindFormers, the option
-    includes the prompt. If it is not below the sequence length, half of the sequence is reserved for the
-    prompt."""
+    """Translate ``max_decode_length`` to the maximum number of new tokens. In MindFormers, this length
+    includes the prompt. A value below the sequence length is used unchanged. Any other value becomes half of
+    the sequence length, which leaves the other half for the prompt."""
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:

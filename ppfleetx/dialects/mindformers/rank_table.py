@@ -189,8 +189,8 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Parse a range of devices, ``[a,b]`` or ``[a,b)``, and return (a, b). In both forms, the range ends
-    before device b."""
+    """Parse a range of devices, ``[a,b]`` or ``[a,b)``, and return (a, b). Both forms exclude device b:
+    ``[0,8]`` is devices 0 to 7."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)
@@ -209,9 +209,10 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """Return the host in the rank table whose ranks are exactly ``ranks``, as (index, host). If the table has
-    only one host, return that host; ``ranks`` are then device numbers. ``text`` is the range as the user
-    wrote it, for error messages."""
+    """Return the host that the user's range ``ranks`` describes, as (index in the rank table, host). With
+    several hosts, the range must consist of exactly the ranks of one host. With one host, the range consists
+    of device numbers, which the host must have. ``text`` is the range as the user wrote it, for error
+    messages."""
     servers = table.server_list
     if len(servers) == 1:
         known = {device.device_id for device in servers[0].device}

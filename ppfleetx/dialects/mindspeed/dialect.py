@@ -55,9 +55,10 @@ ALIASES: dict[str, str] = {
 
 
 def plain(name: str) -> str:
-    """Remove the block ``train_config``, or ``train_config.ms_training_config``, from a dotted option name of
-    MindSpeed-Core-MS. ``train_config.SECTION.KEY`` becomes ``SECTION.KEY``, and ``train_config.KEY`` becomes
-    ``training_config.KEY``."""
+    """Return the dotted name ``SECTION.KEY`` of a MindSpeed-Core-MS option that may be inside the block
+    ``train_config`` or ``train_config.ms_training_config``. ``train_config.SECTION.KEY`` becomes
+    ``SECTION.KEY``. ``train_config.KEY`` becomes ``training_config.KEY``, because keys directly in the block
+    belong to that section. Any other name is returned unchanged."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)

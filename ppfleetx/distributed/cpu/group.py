@@ -119,8 +119,9 @@ class CpuProcessGroup:
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Cut ``tensor`` into ``num`` equal parts, and gather part number i of each member i into ``out``.
-        ``num`` must be the size of the group, and ``id`` this member's number."""
+        """Gather one part of ``tensor`` from each member into ``out``, in rank order. Each member cuts its
+        ``tensor`` into ``num`` equal parts and sends part number ``id``. ``num`` must be the size of the
+        group, and ``id`` the member's rank in the group."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -317,7 +318,8 @@ class CpuProcessGroup:
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
-        """Receive part number ``id`` of ``tensor``, cut into ``num`` equal parts, from member ``src``."""
+        """Cut ``tensor`` into ``num`` equal parts, and receive part number ``id`` from member ``src``. The
+        other parts stay unchanged."""
         memory = TensorMemory()
         array = np.split(memory.write(tensor), num)[id]
         return self._transfer(array, src, incoming=True, sync=sync_op, memory=memory)
@@ -441,8 +443,9 @@ class CpuProcessGroup:
     def _parts(
         self, open_memory: Callable[[paddle.Tensor], np.ndarray], tensors: TensorOrList
     ) -> list[np.ndarray]:
-        """Return the memory of each member's part of ``tensors``: the memory of each tensor in a list, or
-        equal parts of a single tensor."""
+        """Return one array for each member, in rank order. If ``tensors`` is a list, these are the memory of
+        each tensor; otherwise, they are equal parts of the memory of the single tensor. ``open_memory`` is
+        the method ``read`` or ``write`` of a :class:`TensorMemory`."""
         if isinstance(tensors, list | tuple):
             return [open_memory(tensor) for tensor in tensors]
         return self._equal(open_memory(tensors))

@@ -21,8 +21,9 @@ _AFTER_THE_END_SECONDS = 5.0
 
 
 def silence_limit() -> float:
-    """Return after how many seconds without an answer a host counts as lost (``PADDLE_CPU_COMM_SILENCE``,
-    default 30). Raises ConfigError if the variable is not a number of at least 3."""
+    """Return the time limit, in seconds, after which a host that does not answer counts as lost. The variable
+    ``PADDLE_CPU_COMM_SILENCE`` sets it (default 30). Raises ConfigError if the variable is not a number of at
+    least 3."""
     return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
 
 
