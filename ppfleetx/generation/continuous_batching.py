@@ -25,8 +25,8 @@ _MOST_UNUSED = 64
 
 
 class JoinableCache(GrowingCache):
-    """A key/value cache to which sequences (rows) of any length can be added. Some cached positions of a row
-    may be unused; attention masks must hide them."""
+    """A key/value cache to which sequences (rows) of any length can be added. Positions of a row can be
+    unused, such as padding; the caller must hide them with the argument ``visible`` of :meth:`extend`."""
 
     def forget_first(self, columns: int) -> None:
         if columns:
@@ -125,7 +125,7 @@ class ContinuousBatch:
 
     def next_logits(self) -> paddle.Tensor:
         """Compute the logits ``[b, V]`` float32 for the next token of each row. The model runs the last
-        token of old rows and the whole prompt of new rows."""
+        token of old rows and, for new rows, the part of the prompt that is not in the prefix cache."""
         parts = []
         if len(self._visible):
             parts.append(self._step([()] * len(self._visible)))
@@ -149,7 +149,7 @@ class ContinuousBatch:
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Replace the tokens of row i by ``rows[i]``, for each i, and return the next-token logits
         ``[b, V]`` float32. The model runs only the tokens after the common prefix of the old and the new
-        row."""
+        row. If the batch is empty, ``rows`` are added to it."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -298,10 +298,10 @@ class ContinuousBatch:
     def _run(
         self, rows: Sequence[Sequence[int]], cache: JoinableCache, lengths: np.ndarray
     ) -> tuple[paddle.Tensor, np.ndarray]:
-        """Run the model on the tokens ``rows`` that are not in ``cache`` yet, and add their keys and values
-        to ``cache``. ``lengths [b]`` are the lengths of the whole sequences, which determine LongRoPE's
-        rotary angles. Returns the next-token logits ``[b, V]``, and a bool mask ``[b, positions]`` that is
-        False at padding."""
+        """Run the model on ``rows``, the tokens of each sequence after the positions in ``cache``, and add
+        their keys and values to ``cache``. ``lengths [b]`` are the lengths of the whole sequences, which
+        determine LongRoPE's rotary angles. Returns the next-token logits ``[b, V]``, and a bool mask
+        ``[b, positions]`` that is False at padding."""
         tokens, padding = pad_left(rows)
         past = cache.length
         columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]

@@ -28,9 +28,10 @@ class NextTokenModel:
     time.
 
     Attributes:
-        head_matrix: a copy of the weights of a tied head, ``[h, V]``; integers if the head is quantized. With
-            tensor parallelism, it has only this rank's columns. None if the head is not tied.
-        small_head: the quantized head with its scales. None if the head is not tied or not quantized.
+        head_matrix: the matrix of a tied head, ``[h, V]``, a transposed copy of the word embedding; 8-bit
+            integers if the embedding is quantized. With tensor parallelism, it has only this rank's columns.
+            None if the head is not tied.
+        small_head: if the head is tied and quantized, ``head_matrix`` together with its scales; else None.
         switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
             keys invalid. None for other models.
     """

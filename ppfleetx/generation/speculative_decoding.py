@@ -195,8 +195,8 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
 
 
 def best_draft_count(counts: Sequence[int]) -> int:
-    """Return the maximum number of draft tokens per sequence that gives the highest expected throughput in
-    the next pass. ``counts`` has the number of draft tokens found for each sequence."""
+    """Return the limit of draft tokens per sequence for which the expected throughput of the next pass is
+    highest. ``counts`` has the number of draft tokens found for each sequence."""
 
     def rate(most: int) -> float:
         # A pass computes the same number of positions for every sequence.

@@ -21,7 +21,8 @@ class Step:
         gradients: size of the gradients of the operation's parameters.
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
-        uses_no_parameters: whether the operation uses no parameters.
+        uses_no_parameters: whether the operation needs no parameters. Parameters that sharding stage 3 has
+            fetched then do not count.
         inner: the steps that the backward pass recomputes; None: it recomputes nothing. If ``inner`` is set,
             the tensors in ``reads`` are kept, and ``keeps`` is ignored.
     """
@@ -47,8 +48,8 @@ class Tape:
 
     Attributes:
         inputs: sizes of the input tensors by name, in bytes.
-        new_gradient_share: temporary memory of a parameter gradient before it is added to the accumulated
-            gradient, divided by the size of the accumulated gradient.
+        new_gradient_share: size of a new parameter gradient, divided by the size of the accumulated gradient
+            to which it is added, for example 2 bytes / 4 bytes = 0.5. 0: new gradients are not counted.
     """
 
     inputs: dict[str, float]

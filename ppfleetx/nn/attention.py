@@ -187,9 +187,9 @@ class Attention(HeadAttention):
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
         """Return whether the kernel for packed queries, keys and values can process the projection ``qkv``
-        as it is. This requires as many key heads as query heads, the default scale of the scores, and a
-        strategy without its own :meth:`core`. There must be no rotary positions, per-head norms, window or
-        linear biases."""
+        as it is. This requires as many key heads as query heads, and the default scale of the scores. There
+        must be no rotary positions, per-head norms, window or linear biases, and the context-parallel
+        strategy must not have its own attention core (``has_own_core``)."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0

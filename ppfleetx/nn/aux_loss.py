@@ -8,8 +8,8 @@ up over layers, micro batches and ranks, and contribute this term to the loss of
 
     weight x (sum of the values over the step) / divisor
 
-The metric ``name`` is the unweighted mean of the values. The mean is over layers, and over the valid tokens
-(or sequences, or micro batches) of the step. The logged ``loss`` contains only the loss of the task.
+The metric ``name`` is this term without the weight, as a mean over layers instead of a sum. The logged
+``loss`` contains only the loss of the task.
 
 Shape letters: s positions of the hidden states on this rank, b rows of the micro batch.
 """
@@ -158,15 +158,16 @@ class AuxLossScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Return the number of valid tokens or sequences (``of``) in a micro batch. If ``of`` is ``step``,
-        return 1 divided by the step's number of micro batches on all data-parallel ranks."""
+        """Return what one micro batch adds to the count of a metric. For ``tokens`` and ``sequences``, this
+        is the number of valid tokens or sequences. For ``step``, it is 1 / (number of the step's micro
+        batches on all data-parallel ranks), so that the counts of a step add up to 1."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return the number of terms into which the ranks along ``mp`` and ``sep`` divide a loss. Ranks along
-        the axes ``same_on`` hold the same term."""
+        """Return how many ranks along ``mp`` and ``sep`` hold different parts of a loss. Ranks along the axes
+        ``same_on`` hold the same part, and count once."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 

@@ -70,8 +70,8 @@ class ChunkedHead(nn.Layer):
 
     Args:
         num_chunks: number of chunks of positions; 1: the head always returns logits.
-        matmul: computes the matmul with the head's weight. It never defers the weight's gradient, which the
-            head computes in the forward pass.
+        matmul: multiplies by the head's weight. For a loss in chunks, the head computes the weight's gradient
+            in the forward pass, even if ``matmul`` defers the gradients of other weights.
     """
 
     def __init__(self, num_chunks: int, matmul: Matmul, *, softcap: float | None = None) -> None:

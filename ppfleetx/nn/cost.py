@@ -66,8 +66,7 @@ class Work:
 
     @cached_property
     def tokens(self) -> float:
-        """Number of tokens of the micro batch on this rank. Sequence parallelism is not taken into
-        account."""
+        """Number of tokens of the micro batch on this rank, before sequence parallelism divides them."""
         return self.micro_batch * self.seq_len / self.sep
 
     @property
@@ -85,18 +84,19 @@ class Work:
 
     @property
     def new_gradient_share(self) -> float:
-        """Temporary memory of a gradient before it is added to the accumulated gradient, divided by the size
-        of the accumulated gradient; 0 if both have the same type."""
+        """Size of a new parameter gradient, divided by the size of the accumulated gradient to which it is
+        added, for example 2 bytes / 4 bytes = 0.5. If both have the same type, the memory simulation counts
+        no memory for the new gradient, and the result is 0."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
     def bytes_of(self, width: float) -> float:
-        """Return the bytes of activations ``[tokens, width]`` on one rank."""
+        """Return the bytes of activations ``[tokens, width]`` that sequence parallelism does not divide."""
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
-        """Return the bytes of activations ``[tokens, width]`` on one rank. Sequence parallelism divides the
-        tokens among the tensor-parallel ranks."""
+        """Return the bytes of one rank's part of activations ``[tokens, width]`` that sequence parallelism
+        divides. Without sequence parallelism, the part is the whole."""
         return self.bytes_of(width) / self.split
 
 

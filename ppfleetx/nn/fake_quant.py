@@ -122,10 +122,10 @@ class FakeQuantizer(nn.Layer):
 
     Args:
         cfg: the section ``Compress.Quantization``.
-        over_weight: takes the maximum of the weight's largest magnitudes over ranks, if their slices of the
-            weight share a scale.
-        over_input: takes the maximum of the input's largest magnitudes over the ranks that slice the input
-            features.
+        over_weight: function that reduces the weight's largest magnitudes to their maximum over the ranks
+            whose slices of the weight share a scale.
+        over_input: function that reduces the input's largest magnitudes to their maximum over the ranks that
+            slice the input features.
         follows: whether training updates ``input_scale``.
         keeps: whether to cache the rounded weight. Weights must then not change after their first use.
 
@@ -289,7 +289,8 @@ def _freeze(layer: nn.Layer, _: NameOf) -> None:
 
 
 def _freeze_first(layer: nn.Layer, name_of: NameOf) -> None:
-    """Freeze the embedding, the first layer of the model. Its output still requires a gradient."""
+    """Freeze the embedding, the first layer of the model. Its output must still require a gradient, because
+    recomputation needs one."""
     _freeze(layer, name_of)
     layer.register_forward_post_hook(ask_for_gradient)
 

@@ -137,7 +137,7 @@ class LocalFactory:
 
     def _maxima(self, linear: nn.Layer, cfg: QuantizationConfig) -> dict[str, Reduce]:
         """Return the keyword arguments ``over_weight`` and ``over_input`` of the linear's
-        :class:`FakeQuantizer`. An argument is left out if no reduction over ranks is needed."""
+        :class:`FakeQuantizer`. An argument that is left out, or is `unreduced`, reduces nothing."""
         return {}
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
@@ -331,7 +331,8 @@ class TensorParallelFactory(LocalFactory):
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Make a quantized linear. If its input features are sliced, its output is summed over the ranks. If
-        its output features are sliced, the gradient of its input is summed over the ranks."""
+        its output features are sliced, the gradient of its input is summed over the ranks. The linears of
+        experts sum neither."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
         cut = linear.weight.spec.placement("mp")

@@ -185,8 +185,8 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """Return the output of the attention branch, before the residual addition. With
-        ``recompute_attention``, the backward pass recomputes this output."""
+        """Return the result of :meth:`attend`. With ``recompute_attention``, the backward pass recomputes
+        it."""
         if recompute_attention:
             return recompute(self.attend, hidden, position_ids, document_start)
         return self.attend(hidden, position_ids, document_start, cache)
@@ -204,7 +204,7 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
         """Return the output of the attention branch, before the residual addition: norm, attention, dropout,
-        post-norm, multiplier. The caller decides whether the backward pass recomputes this output."""
+        post-norm, multiplier."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._branch_output(branch, self.attention_post_norm)

@@ -272,8 +272,8 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Declaration of a whole model. Equal blocks should be the same object, because the cost caches compare
-    identical objects faster."""
+    """Declaration of a whole model. Equal blocks should be one object instead of copies: blocks are keys of
+    the planner's caches, and a lookup is faster if the key is the identical object."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
@@ -490,8 +490,9 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _spec_of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """Return the declaration of a parameter with the given shape. ``like`` is the GPT block's parameter of
-    the same name, if any. If it has as many dimensions, everything except the shape is copied from it."""
+    """Return the declaration of a parameter with the shape ``shape``. ``like`` is the GPT block's parameter
+    of the same name, if any. If ``like`` has as many dimensions as ``shape``, the result differs from it only
+    in the shape. Otherwise, ``like`` is ignored."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     # Tensor parallelism splits a matrix by columns and replicates a vector.

@@ -48,7 +48,8 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         block: class of all blocks; None: the class that each block's declaration names.
 
     Raises:
-        ConfigError: the position embedding does not have the number of rows that it was registered with.
+        ConfigError: the table of learned positions does not have the number of rows that follows from the
+            registered traits of ``Model.position_embedding_type``.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows

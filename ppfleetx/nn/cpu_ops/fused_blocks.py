@@ -33,7 +33,7 @@ are_available = partial(ops.load, "fused_blocks")
 
 
 def all_are_available() -> bool:
-    """Return whether all CPU operators that exported programs with fused blocks need are compiled."""
+    """Return whether the CPU operators for exported programs with fused blocks are all compiled."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 

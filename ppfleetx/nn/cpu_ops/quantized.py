@@ -24,7 +24,7 @@ are_available = partial(ops.load, "quantized")
 
 def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
     """Arrange the 8-bit integers ``[in, out]`` of a weight in panels of columns,
-    ``[panels, rows, panel width]``. The rows are padded with zeros to a multiple of :data:`BLOCK`."""
+    ``[panels, in, panel width]``. ``in`` is padded with zeros to a multiple of :data:`BLOCK`."""
     filled = _fill(levels, BLOCK)
     return filled.reshape([filled.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
@@ -46,8 +46,8 @@ def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
     """Arrange the scales ``[groups, out]`` of a weight in panels of columns,
-    ``[panels, groups, panel width]``. If the quantization is asymmetric, ``scales`` also
-    contains the offsets, and has ``2 * groups`` rows."""
+    ``[panels, groups, panel width]``. If the quantization is asymmetric, ``scales`` also contains the
+    offsets, so both have ``2 * groups`` instead of ``groups``."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
