@@ -55,7 +55,7 @@ class LinearSpec:
             (``rows``) or none (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
         parts: the matrices that are fused into this one; empty if it is a single matrix.
-        of_trunk: whether, under sequence parallelism, the input has only this rank's positions. Used if
+        of_trunk: whether the input has only this rank's positions under sequence parallelism. Only set if
             ``cut`` is ``whole``.
     """
 
@@ -132,11 +132,12 @@ class NormSpec:
     Attributes:
         kind: a value of ``Model.normalization``.
         gain: initial value of the gain.
-        inside_heads: whether each head is normalized separately, with one gain shared by all heads.
-        over_heads: whether the gain has a separate element for each feature of each head. Tensor parallelism
-            then slices the gain.
-        head_size: only with ``over_heads``: the size of a head, if each head is normalized separately; None:
-            all heads are normalized together as one vector.
+        inside_heads: whether this is a norm of queries or keys that normalizes each head separately, with one
+            gain ``[head size]`` for all heads.
+        over_heads: whether this is a norm of queries or keys with a gain ``[heads * head size]``. Tensor
+            parallelism then slices the gain.
+        head_size: with ``over_heads``: head size, if each head is normalized separately; None: all heads are
+            normalized together, as one vector.
         before_split: whether the input has all positions, even under sequence parallelism.
     """
 

@@ -61,7 +61,7 @@ class LoraBranch(nn.Layer):
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
     """Return ``stages`` with adapters on the linears that ``cfg`` selects, and with all other parameters
-    frozen. The ``finish`` function of each stage is replaced, not extended."""
+    frozen. A ``finish`` function that a stage already has is lost."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

@@ -122,8 +122,9 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def linear_kind(matrix: ParamSpec) -> str | None:
-    """Return the layer type of a linear with this matrix, as named in
-    ``Compress.Quantization.quantizable_layer_type``; None if tensor parallelism never slices the matrix."""
+    """Return the layer type of a linear with this matrix: ``ColumnParallelLinear`` if tensor parallelism
+    slices output features, ``RowParallelLinear`` if it slices input features, None if it slices neither.
+    ``Compress.Quantization.quantizable_layer_type`` uses these names."""
     axis = matrix.view.tensor
     return _KINDS.get((axis, matrix.placement(axis)))
 

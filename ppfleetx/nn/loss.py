@@ -43,8 +43,7 @@ def token_loss(
             same result. None: this rank has all columns.
 
     Returns:
-        The loss, a scalar in float32 (float64 without gradients), and a function that returns the loss of
-            each row.
+        A :class:`LossOutput` with ``loss`` in float32 (float64 without gradients), and with ``rows``.
     """
     if isinstance(logits, DeferredLogits):
         of_piece = partial(token_loss, true_vocab=true_vocab, group=group)
@@ -80,8 +79,9 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
 
 def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Return the cross entropy of each token. The columns of ``logits`` are divided over the ranks of
-    ``group``. With gradients, this is the float32 result of Paddle's kernel. Under ``no_grad``, it is float64
-    (on a CPU, also more exact), and NaN for a token with a logit that is not finite."""
+    ``group``. With gradients, the result is that of Paddle's kernel, in float32. Under ``no_grad``, it is
+    float64, and NaN for a token with a logit that is not finite. On a CPU, the float64 result
+    is also corrected for a rounding error of Paddle's kernel."""
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 

@@ -82,11 +82,11 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """Return the mask of the keys that each query may attend to, ``[batch, 1, queries, keys]``, if the
-    queries follow cached keys.
+    """Return the mask ``[batch, 1, queries, keys]`` of the keys that each query may attend to, for queries
+    that follow cached keys.
 
     Args:
-        num_keys: number of columns of the cache. The last columns can be empty.
+        num_keys: number of allocated columns of the cache. Columns beyond those of ``visible`` are unused.
         visible: ``[batch, cached keys + queries]`` bool, whether a column belongs to its row's sequence.
         window: number of earlier visible columns that each query may attend to; None: all.
     """

@@ -166,9 +166,8 @@ class Matmul:
         return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """Return the detached tensor to pass as ``leaf`` to :meth:`apart`. This is the 16-bit copy of
-        ``parameter`` if copies are kept (:meth:`kept`), else ``parameter``. With bfloat16 on a CPU, it is
-        always ``parameter``."""
+        """Return the detached value of a weight or bias, to pass to :meth:`apart`. It is the 16-bit copy if
+        copies are kept (:meth:`kept`), except with bfloat16 on a CPU."""
         return parameter.detach() if bfloat16.in_autocast() else self.value(parameter)
 
     def apart(
@@ -179,8 +178,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """Return ``x @ leaf + bias``. ``leaf`` is the value of the weight ``parameter`` (see
-        :meth:`leaf_value`). The weight's gradient goes to ``leaf``, not to ``parameter``."""
+        """Return ``x @ leaf + bias``. ``leaf`` has the value of the weight ``parameter``
+        (:meth:`leaf_value`), and gets the weight's gradient. ``parameter`` itself gets no gradient."""
         if bfloat16.in_autocast():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -538,8 +537,8 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 
 
 class _Given(PyLayer):
-    """Autograd function that computes a weight's deferred gradient in its backward pass. The forward pass
-    returns 0."""
+    """Autograd function that computes a weight's deferred gradient in its backward pass, so that the weight's
+    hooks run as usual. The forward pass computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:

@@ -125,7 +125,8 @@ class MoESpec:
     Attributes:
         num_mixtures: number of mixture-of-experts layers in the whole model.
         expert: declaration of one expert.
-        shared: declaration of the shared expert, which processes every position; None: there is none.
+        shared: declaration of all shared experts as one MLP, which processes every position; None: there are
+            none.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.moe:MoE"
@@ -195,7 +196,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Number of weights, without biases, in the experts of a layer that a position does not use."""
+        """Number of weights, without biases, of the experts that a token is not routed to, in one layer."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -213,8 +214,9 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """Return the work of one rank's experts: a copy of ``work`` whose micro batch is scaled to the rows
-        routed to them. ``mp`` becomes the experts' degree, and sequence parallelism is off.
+        """Return a copy of ``work`` for the experts on one rank. Its ``micro_batch`` is scaled to the rows
+        routed to these experts. Its ``mp`` is the number of ranks that slice each expert. Sequence
+        parallelism is off.
 
         Args:
             load: rows of this rank's experts relative to the mean over the ranks; 1: balanced.

@@ -69,8 +69,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """Return the matrix as the operator for fused blocks needs it to multiply ``num_rows`` rows; None if
-        there is too little memory for panels.
+        """Return the matrix in the format that the operator for fused blocks needs for ``num_rows`` rows:
+        whole for one row, in panels for more rows. None: there is too little memory for panels.
 
         Returns:
             The name of the format (one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`) and the array.
@@ -100,7 +100,7 @@ class InferenceLinear(Linear):
         self.matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
-        """Multiply by ``weight`` instead of the layer's own weight in passes without gradients."""
+        """Make later passes without gradients use ``weight`` instead of the layer's own weight."""
         if self.matrix.weight is not weight:
             self.matrix = PanelMatrix(weight)
 

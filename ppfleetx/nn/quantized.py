@@ -152,8 +152,8 @@ class QuantizedMatrix:
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
         """Return the matrix ``[in, out]`` in floating point, for devices without an operator for its format.
-        If inputs are rounded, the scales can be missing in the result. It must then be used only in
-        :meth:`rescaled`, which applies the scales."""
+        If inputs are rounded, use the result only in :meth:`rescaled`: it can be the integers, to which
+        :meth:`rescaled` applies the scales after the matmul."""
         if self._rounds_rows and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)

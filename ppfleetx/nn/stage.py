@@ -246,7 +246,8 @@ def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
-    """Draw the initial values (float32) of a parameter. The parameter must already have its name."""
+    """Return the initial values (float32) of a parameter. They depend on ``seed`` and on
+    ``parameter.info.name``, which must already be set."""
     info: ParamInfo = parameter.info
     return paddle.to_tensor(
         draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)

@@ -118,8 +118,9 @@ class Route:
         passing: ``[nodes, ranks per node]``. ``passing[n, p]`` is the number of rows that this rank receives
             from node ``n`` and forwards to rank ``p`` of its own node.
         table: ``[emp, ranks per node, nodes, experts of this rank]``. ``table[i, p, n, e]`` is the number of
-            rows that rank ``p`` of node ``n`` sends to rank ``i`` along ``emp``, for its expert ``e``.
-        zeros_at: index at which a row of zeros is inserted into the rows to send; None: no row is inserted.
+            rows for expert ``e`` that rank ``i`` along ``emp`` receives from rank ``p`` of node ``n``.
+        zeros_at: index in the rows to send at which a row of zeros is inserted, because this rank would
+            otherwise send, forward or receive no rows; None: no row is inserted.
         between, within, emp: the process groups, or None.
     """
 
@@ -185,8 +186,8 @@ class Route:
 
     @property
     def _longest(self) -> int:
-        """Number of rows to which each rank along ``emp`` pads what it received, so that all gather equal
-        sizes. It is the largest number that one of these ranks receives."""
+        """Largest number of rows that any rank along ``emp`` receives. Each of these ranks pads its rows to
+        this number, because a gather needs equal sizes."""
         return int(self.table.sum((1, 2, 3)).max())
 
     @cached_property
@@ -210,8 +211,8 @@ class Route:
 
     @cached_property
     def _as_gathered(self) -> paddle.Tensor:
-        """Indices that undo the sort by expert (:attr:`_order`). After the selection, the rows of each rank
-        along ``emp`` are followed by padding rows, whose contents are not used."""
+        """Indices that undo the sort by expert (:attr:`_order`). The selected rows of each rank along ``emp``
+        are again padded to :attr:`_longest`. The contents of padding rows are arbitrary."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -226,9 +227,9 @@ class Route:
         return message.start(rows, self.sent, self.passing.sum(1), self.between)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Deliver rows to their experts after the exchange between nodes. Return the rows for this rank's
-        experts, sorted by expert. Each rank forwards the rows that it received to the ranks of its node that
-        have their experts. Ranks that slice the same experts get the same rows."""
+        """Forward ``rows``, which this rank received in the exchange between nodes, to the ranks of its node
+        that have their experts. Return the rows for this rank's experts, sorted by expert. Ranks that slice
+        the same experts get the same rows."""
         if self.within is not None:
             rows = rows.index_select(self._by_place)
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)

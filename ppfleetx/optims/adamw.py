@@ -133,10 +133,10 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return (beta1^t, beta2^t) for each parameter, where t is the number of its next update.
+    """Return a pair for each parameter. Parameters with equal pairs are updated in one fused call.
 
-    Parameters with equal pairs are updated in one fused call. On a CPU, every pair is (0, 0), so that there
-    is only one call. The CPU kernel reads the powers of each parameter from its states.
+    The pair is (beta1^t, beta2^t), where t is the number of the parameter's next update. On a CPU, it is
+    (0, 0) for all parameters, because one call of the CPU kernel can update parameters with different powers.
     """
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)

@@ -56,8 +56,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """Return the parameter groups that section ``Optimizer`` defines. The groups of ``Optimizer.groups`` come
-    first. The groups of the optimizer ``Optimizer.name`` follow, and take all other parameters."""
+    """Return the parameter groups that section ``Optimizer`` defines: first those of ``Optimizer.groups``,
+    then those of the optimizer ``Optimizer.name``, which take all other parameters."""
     groups = []
     for number, own in enumerate(cfg.groups):
         given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}

@@ -29,8 +29,8 @@ class UpdatePlace:
         multi_precision: whether to keep float32 master weights of 16-bit parameters.
         on_host: whether to keep all states in host memory and update there.
         fused: whether rules can update many parameters in one kernel.
-        group_of: function that returns this rank's process group along an axis; None if the axis has one
-            rank.
+        group_of: function that returns this rank's process group along an axis. It returns None if the axis
+            has only one rank.
     """
 
     multi_precision: bool = False

@@ -63,7 +63,7 @@ class Rule(ABC):
             share a matrix updates the whole matrix.
         rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
         fused: whether fused kernels are in use.
-        cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
+        cfg: the section ``Optimizer``; ``cfg.options`` has only the options that the rule accepts.
     """
 
     states: tuple[StateSpec, ...] = ()

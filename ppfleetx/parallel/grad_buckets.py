@@ -54,8 +54,8 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Record that ``passes`` backward passes of this step have finished for ``parameters``, and send the
-        buckets that are now complete. Missing gradients are sent as zeros."""
+        """Record that the first ``passes`` backward passes of this step have finished for ``parameters``, and
+        send the buckets that are now complete. Missing gradients are sent as zeros."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)

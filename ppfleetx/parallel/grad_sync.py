@@ -153,9 +153,9 @@ class GradientSync:
         return self._ask(writes, parameter)
 
     def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return whether this rank must count or write the parameter. It must own the parameter, and
-        ``chosen`` must select it among the ranks with a copy. ``chosen`` is :func:`counts` or :func:`writes`
-        of :mod:`ppfleetx.nn.param_spec`."""
+        """Return the result of ``chosen`` for the parameter and this rank, but False if another rank owns the
+        parameter or an earlier pipeline stage holds a tied copy. ``chosen`` is :func:`counts` or
+        :func:`writes` of :mod:`ppfleetx.nn.param_spec`."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0

@@ -218,8 +218,8 @@ def initialize_parameters(
     """Allocate each empty parameter that this rank holds, and fill it with its initial value.
 
     Args:
-        seed: seed of the initial values. None if a checkpoint will be loaded: parameters are then filled with
-            constants or zeros.
+        seed: seed of the initial values. None if a checkpoint will be loaded: zeros then replace random
+            initial values.
         with_masters: parameters that need float32 master weights.
         sharding: decides which values this rank keeps; None: the rank keeps all.
         masters_on_host: whether the returned values are in host memory.

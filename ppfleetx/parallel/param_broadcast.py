@@ -27,8 +27,8 @@ class ParamBroadcast:
         parameters: this rank's parameters without duplicates, in the order of the forward pass.
         layers: layers that wait for their new values at the start of their forward pass; None:
             :meth:`updated` waits for all values.
-        packed_bytes: total size up to which small parameters (norms, biases) are packed into shared messages.
-            All other parameters are sent one by one.
+        packed_bytes: limit on the total size of the small parameters (norms, biases) that share messages. All
+            other parameters are sent one by one.
     """
 
     def __init__(

@@ -149,8 +149,8 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the number of micro batches in Paddle's pipeline. Also select the message shapes that are
-        cached for the input shape of ``micro_batches``."""
+        """Set the number of micro batches in Paddle's pipeline. Also set its cache of message shapes, because
+        each input shape has its own cache."""
         self._pipeline.accumulate_steps = len(micro_batches)
         # For each mode (training or evaluation) and input shape, neighbors exchange message shapes only in
         # the first pass. All ranks of a pipeline do this in the same pass, because they read the same batch.
