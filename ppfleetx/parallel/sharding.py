@@ -157,15 +157,18 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Register hooks on the layers of ``stages``. When the gradients of a layer are complete, its hook
-        sends the buckets that are now complete. Does nothing in stage 1.
+        """Register hooks that mark the gradients of a layer as complete in each backward pass, even if some
+        parameters got no gradient. The hooks then send the buckets that are complete. Does nothing in
+        sharding stage 1.
 
-        In stage 3, a layer counts as complete when the backward pass has computed the gradient of its input.
-        In stage 2, a layer counts as complete at the end of the backward pass. The same holds in stage 3 if
-        the layer's input is a leaf. If the input needs no gradient, only :meth:`finish_gradients` sends the
-        layer's gradients.
+        In sharding stage 2, a hook runs at the end of the backward pass. In sharding stage 3, it runs when
+        the gradient of the layer's input exists, but at the end of the backward pass if the input is a leaf.
+        If the input needs no gradient, the layer's gradients are not marked. :meth:`finish_gradients` sends
+        the buckets that are still incomplete.
 
         Args:
+            stages: the model's layers on this rank, such as the embedding and the blocks, each as (index in
+                the model, layer).
             when_complete: function that calls its argument once the weight gradients exist: immediately, or
                 later if weight gradients are deferred (``Matmul.when_complete``).
         """
@@ -196,8 +199,8 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call``, which needs the gradients of a layer's weights, at the end of the backward pass. If
-        ``can_wait`` is False, run ``call`` immediately."""
+        """Run ``call``, which needs the gradients of a layer's weights: at the end of the backward pass, or
+        immediately if ``can_wait`` is False."""
         # When the gradient of the layer's input exists, the gradients of its weights may be incomplete:
         # Paddle may add to them later, for example if there is a cast between weight and matmul. In stage 3,
         # only the first layer can wait, because ranks must send the gradients of a layer before they fetch

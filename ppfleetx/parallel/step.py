@@ -95,7 +95,8 @@ class StepRunner(ABC):
     clipping and update.
 
     Args:
-        stages: (index in the model, layer) of each stage on this rank.
+        stages: the model's layers on this rank, such as the embedding and the blocks, each as (index in the
+            model, layer).
         optimizer: None for a runner that only evaluates.
 
     Attributes:

@@ -169,7 +169,7 @@ class ExpertLoads:
 
     def update(self) -> None:
         """Balance the routers by the expert loads of the last step. Also warn about experts that got no
-        positions for many steps. Call this only if the update of the step was applied."""
+        tokens for many steps. Call this only if the update of the step was applied."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

@@ -23,7 +23,8 @@ class ParameterSharding:
     (sharding stage 3).
 
     Args:
-        stages: (index in the model, layer) of each stage on this rank.
+        stages: the model's layers on this rank, such as the embedding and the blocks, each as (index in the
+            model, layer).
         ahead: whether the values of the next layer are fetched while a layer computes.
     """
 
@@ -159,7 +160,8 @@ class _Fetch:
 
 
 class _AtBackward(PyLayer):
-    """Autograd function that copies ``tensor``, and calls ``call`` when the backward pass reaches it."""
+    """Autograd function that returns a copy of ``tensor``. Its backward pass runs ``call``, and returns the
+    gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:

@@ -147,9 +147,9 @@ def card_of_device(device_name: str) -> str | None:
     """Return the name of the card in ``cards.yaml`` for a device such as ``NVIDIA A100-SXM4-80GB``; None if
     no card has the device's model (``A100``).
 
-    Among cards of the same model, the one with the same memory size is preferred to the first one. The form
-    factor (``SXM4``) is ignored. Users can name another card in `Global.card`, or correct the peak with
-    `Global.peak_tflops`.
+    If several cards have this model, the one with the device's memory size (``80GB``) is returned, or else
+    the first. The form factor (``SXM4``) is ignored. Users can name another card in `Global.card`, or correct
+    the peak with `Global.peak_tflops`.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     of_model = [name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU]

@@ -40,10 +40,10 @@ class Cluster:
         return stated * self.card.network_efficiency
 
     def collective_bandwidth(self, nodes: float) -> float:
-        """Return the bytes/s of a node's network in a collective over ``nodes`` nodes.
+        """Return the bandwidth of a node's network, in bytes/s, in a collective over ``nodes`` nodes.
 
-        With each doubling of ``nodes``, the collective takes longer by ``card.collective_loss``, a fraction
-        of its time on one node.
+        Each doubling of ``nodes`` lengthens the transfer by the fraction ``card.collective_loss``. With 0.06
+        and 4 nodes, it takes 1.12 times as long as with :attr:`node_bandwidth`.
         """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
@@ -103,10 +103,10 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def groups_sharing_node(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Return how many tensor-parallel groups compete for a node because they communicate at different times.
-    Returns 1 if all groups communicate at the same time.
+    """Return the number of tensor-parallel groups on a node if they communicate at different times; otherwise
+    1.
 
-    If this number is large, a step can take longer than predicted.
+    The larger this number is, the more a step can exceed its predicted time.
     """
     # Replicas drift apart within a step if their pipelines cross nodes. Otherwise all groups communicate at
     # the same time.

@@ -153,8 +153,8 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts in which an activation is sent to the next pipeline stage. Each part is sent by
-        another tensor-parallel rank."""
+        """The number of parts in which an activation is sent to the next pipeline stage, each by a different
+        tensor-parallel rank."""
         plan = self.plan
         # If tensor-parallel ranks hold the same activation, each rank sends one part of it.
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages

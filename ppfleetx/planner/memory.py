@@ -297,8 +297,11 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """Return the peak memory in bytes during the passes of one micro batch, and how many of these bytes are
-    gradients that its backward pass has allocated.
+    """Return (peak memory during the passes of one micro batch, gradients in it), in bytes.
+
+    These are the gradients of the layers whose backward pass is complete at the peak. Only the first micro
+    batch allocates gradients. For later micro batches, the peak does not include them, and the second number
+    is 0.
 
     Args:
         first: whether this is the first micro batch, whose backward pass allocates the gradients.

@@ -31,8 +31,9 @@ class Held:
         trained: trainable elements.
         owned: trainable elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: for each distinct parameter size, a pair (n, size). Parameters are initialized in model order.
-            After the last parameter of this size, n elements have been initialized in total.
+        fills: a pair (n, size) for each distinct parameter size, without quantized weights. In model order,
+            the parameters up to and including the last one of this size have n elements in total. The peak
+            memory of initialization is computed from these pairs.
         num_tensors: number of parameters.
         whole: trainable elements that every tensor-parallel rank holds in full.
         partial: trainable elements whose gradients are summed over ``mp`` under sequence parallelism.

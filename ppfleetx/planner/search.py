@@ -119,8 +119,8 @@ class _Search:
 
     def try_plan(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with several micro batch sizes and recompute granularities, and keep the best
-        candidates. Returns True if a candidate that was checked does not fit into memory, or if no candidate
-        can fit."""
+        candidates. Returns True if a checked candidate does not fit into memory, or if the plan was not
+        tried because none of its candidates can fit."""
         self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
@@ -133,9 +133,10 @@ class _Search:
 
     def _all_fit(self, fitted: Job) -> bool:
         """Try ``fitted``, a job with a plan and a micro batch size, with more and more recompute, and keep
-        the best candidates. Returns whether all checked candidates fit into memory.
+        the best candidates. Returns False if a checked candidate does not fit into memory, otherwise True.
 
-        In a search for the fastest plan, stop at the first candidate that fits or is too slow.
+        A search for the fastest plan stops at the first candidate that fits or is too slow, because more
+        recompute would be slower still.
         """
         all_fit = True
         for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most

@@ -131,8 +131,8 @@ class StepTime:
 
     Attributes:
         parts: seconds by kind of work. Forward and backward parts are those of the busiest pipeline stage.
-            Without ``recompute``, the parts add up to ``seconds``: its time is already counted in the others,
-            such as ``matmul``.
+            The parts except ``parts["recompute"]`` add up to ``seconds``. The time of recomputation is also
+            contained in other parts, such as ``matmul``.
         timeline: the simulated passes of the pipeline.
         bubble: the fraction of the timeline in which a stage is idle, averaged over the stages. Time spent on
             messages is not counted as idle. (``parts["bubble"]`` is in seconds, for the busiest stage.)

@@ -24,9 +24,9 @@ class Explanation:
 
     Attributes:
         sentence: the explanation for the user.
-        missing: the ranks at fault, for which others wait; empty if they are not known. If no rank waits for
-            another, these are the ranks without progress, or all ranks with a report if all of them make
-            progress.
+        missing: the ranks at fault: others wait for them, but they do not wait themselves. Empty if none is
+            found, or if an error ended the job. If no rank waits at all, these are the ranks that make no
+            progress or, if there are none, all ranks with a report.
         silent: the ranks that have written no report.
         goes_on: the ranks that still make progress. If there are any, the job does not hang. Empty if an
             error ended the job.

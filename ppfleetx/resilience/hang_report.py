@@ -93,7 +93,8 @@ class Report:
         quiet_seconds: seconds since this rank last made progress.
         timeout: seconds without progress after which a rank counts as hung.
         works: whether the rank's CPU or file activity counts as progress.
-        computes: whether the rank uses the CPU, even if this has lasted too long to count as progress.
+        computes: whether the rank uses the CPU. Unlike ``works``, this stays True when the CPU use has lasted
+            too long to count as progress.
         where: the position of the main thread (file, line and function). If it waits for a helper thread, the
             position of that thread. After a failure, the position at which the error was raised.
         importing: the name of the module that is being imported, or None.
@@ -197,7 +198,8 @@ def capture_report(
         quiet: seconds since this rank last made progress.
         timeout: seconds without progress after which a rank counts as hung.
         works: whether the rank's CPU or file activity counts as progress.
-        computes: whether the rank uses the CPU, even if this has lasted too long to count as progress.
+        computes: whether the rank uses the CPU. Unlike ``works``, this stays True when the CPU use has lasted
+            too long to count as progress.
         failed: the error that ends the rank, or None.
         lost: whether ``failed`` only says that another rank has ended.
     """

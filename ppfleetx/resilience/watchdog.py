@@ -101,7 +101,8 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet_seconds(self) -> float:
-        """Return the seconds since this rank last made progress; 0 during the rendezvous at the start."""
+        """Return the seconds since this rank last made progress; 0 during the rendezvous at the start. Unlike
+        in :meth:`_silent_seconds`, CPU and file activity can count as progress."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silent_seconds(), self._excused)

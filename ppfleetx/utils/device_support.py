@@ -80,9 +80,9 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Return advice on what to install for the kind of device ``wanted``, such as "Install the plugin for
-    npu". If ``wanted`` looks misspelled, the advice begins with "Did you mean". The caller completes the
-    sentence."""
+    """Return advice on what to install for the kind of device ``wanted``, such as "Install paddlepaddle-xpu
+    from Paddle's own package index". If ``wanted`` looks misspelled, the advice begins with "Did you mean".
+    It has no final period, so that the caller can continue the sentence."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
