@@ -27,6 +27,13 @@ int dnnl_memory_create(void** memory, const void* desc, void* engine, void* hand
 int dnnl_memory_set_data_handle(void* memory, void* handle);
 int dnnl_matmul_primitive_desc_create(void** desc, void* engine, const void* source, const void* weights,
                                       const void* bias, const void* destination, const void* attributes);
+int dnnl_inner_product_forward_primitive_desc_create(void** desc, void* engine, int kind, const void* source,
+                                                     const void* weights, const void* bias, const void* destination,
+                                                     const void* attributes);
+int dnnl_inner_product_backward_weights_primitive_desc_create(void** desc, void* engine, const void* source,
+                                                              const void* weights_gradient, const void* bias_gradient,
+                                                              const void* upstream, const void* forward,
+                                                              const void* attributes);
 int dnnl_primitive_create(void** primitive, const void* desc);
 struct Argument {
   int index;
@@ -45,7 +52,8 @@ namespace onednn {
 using Shape = std::vector<int64_t>;
 
 constexpr int kCpu = 1, kDefaultFlags = 1, kBfloat16 = 2, kFloat32 = 3;  // dnnl_types.h
-constexpr int kSource = 1, kDestination = 17, kWeights = 33, kBias = 41;
+constexpr int kSource = 1, kDestination = 17, kWeights = 33, kBias = 41, kUpstream = 145, kWeightsGradient = 161;
+constexpr int kForward = 64;
 
 inline void Check(int status) { PD_CHECK(status == 0, "oneDNN refuses a product, status ", status); }
 
@@ -79,12 +87,12 @@ inline void Round(const float* from, int64_t count, uint16_t* to) {
 // ---- products ----------------------------------------------------------------------------------------------------
 
 struct Product {
-  void *primitive, *source, *weights, *bias, *destination;
+  void *primitive, *x, *y, *bias, *out;
 };
 
 inline void Destroy(const Product& product) {
   Check(dnnl_primitive_destroy(product.primitive));
-  for (void* memory : {product.source, product.weights, product.bias, product.destination})
+  for (void* memory : {product.x, product.y, product.bias, product.out})
     if (memory != nullptr) Check(dnnl_memory_destroy(memory));
 }
 
@@ -99,9 +107,9 @@ inline void* Engine() {
 
 // Describes a matrix [batch, rows, columns] that is stored row by row; if `turned`, its transpose is stored row by row.
 inline void* Describe(const Shape& dims, bool turned, int type) {
-  const int64_t rows = dims[dims.size() - 2], columns = dims.back();
+  const int64_t rows = dims.size() > 1 ? dims[dims.size() - 2] : 1, columns = dims.back();
   Shape strides = {rows * columns, turned ? 1 : columns, turned ? rows : 1};
-  if (dims.size() == 2) strides.erase(strides.begin());
+  strides.erase(strides.begin(), strides.end() - dims.size());
   void* desc = nullptr;
   Check(dnnl_memory_desc_create_with_strides(&desc, dims.size(), dims.data(), type, strides.data()));
   return desc;
@@ -116,6 +124,27 @@ inline void* MemoryOf(const void* desc) {
 using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, bool>;
 
 constexpr size_t kMostPrepared = 256;
+
+// The primitive that computes a product. oneDNN's primitives of a linear layer are faster than its matmul, most of all
+// for the gradient of the weight, x^T y.
+enum class Kind { kMatmul, kLinear, kWeightGradient };
+
+inline Kind KindOf(const Key& key) {
+  const auto [batch, m, k, n, turn_x, turn_y, has_bias] = key;
+  if (batch > 1 || (turn_x && (turn_y || has_bias))) return Kind::kMatmul;
+  return turn_x ? Kind::kWeightGradient : Kind::kLinear;
+}
+
+// Describes out [m, n] = x^T y as the weight gradient of a layer with input y [k, n] and upstream gradient x [k, m].
+inline void* WeightGradient(const void* x, const void* y, const void* out, int64_t m, int64_t n) {
+  void *forward = nullptr, *desc = nullptr, *weights = Describe({m, n}, false, kBfloat16);
+  Check(dnnl_inner_product_forward_primitive_desc_create(&forward, Engine(), kForward, y, weights, nullptr, x, nullptr));
+  Check(dnnl_inner_product_backward_weights_primitive_desc_create(&desc, Engine(), y, out, nullptr, x, forward,
+                                                                  nullptr));
+  Check(dnnl_primitive_desc_destroy(forward));
+  Check(dnnl_memory_desc_destroy(weights));
+  return desc;
+}
 
 inline const Product& Prepared(const Key& key) {
   // A primitive is valid for one number of threads, as in oneDNN's own cache.
@@ -132,10 +161,24 @@ inline const Product& Prepared(const Key& key) {
     for (const auto& [_, product] : prepared) Destroy(product);
     prepared.clear();
   }
-  void *x = Describe(dims(m, k), turn_x, kBfloat16), *y = Describe(dims(k, n), turn_y, kBfloat16);
-  void *out = Describe(dims(m, n), false, kFloat32), *bias = has_bias ? Describe({1, n}, false, kFloat32) : nullptr;
-  void *desc = nullptr, *primitive = nullptr;
-  Check(dnnl_matmul_primitive_desc_create(&desc, Engine(), x, y, bias, out, nullptr));
+  void *x = nullptr, *y = nullptr, *out = Describe(dims(m, n), false, kFloat32);
+  const Kind kind = KindOf(key);
+  const Shape bias_shape = kind == Kind::kLinear ? Shape{n} : Shape{1, n};
+  void *bias = has_bias ? Describe(bias_shape, false, kFloat32) : nullptr, *desc = nullptr, *primitive = nullptr;
+  switch (kind) {
+    case Kind::kMatmul:
+      x = Describe(dims(m, k), turn_x, kBfloat16), y = Describe(dims(k, n), turn_y, kBfloat16);
+      Check(dnnl_matmul_primitive_desc_create(&desc, Engine(), x, y, bias, out, nullptr));
+      break;
+    case Kind::kLinear:  // oneDNN's weights are [out, in]
+      x = Describe({m, k}, false, kBfloat16), y = Describe({n, k}, !turn_y, kBfloat16);
+      Check(dnnl_inner_product_forward_primitive_desc_create(&desc, Engine(), kForward, x, y, bias, out, nullptr));
+      break;
+    case Kind::kWeightGradient:
+      x = Describe({k, m}, false, kBfloat16), y = Describe({k, n}, false, kBfloat16);
+      desc = WeightGradient(x, y, out, m, n);
+      break;
+  }
   Check(dnnl_primitive_create(&primitive, desc));
   Product made{primitive, MemoryOf(x), MemoryOf(y), has_bias ? MemoryOf(bias) : nullptr, MemoryOf(out)};
   Check(dnnl_primitive_desc_destroy(desc));
@@ -153,11 +196,14 @@ inline void Multiply(const Key& key, const uint16_t* x, const uint16_t* y, const
     return made;
   }();
   const Product& product = Prepared(key);
-  Check(dnnl_memory_set_data_handle(product.source, const_cast<uint16_t*>(x)));
-  Check(dnnl_memory_set_data_handle(product.weights, const_cast<uint16_t*>(y)));
-  Check(dnnl_memory_set_data_handle(product.destination, out));
-  Argument arguments[] = {
-      {kSource, product.source}, {kWeights, product.weights}, {kDestination, product.destination}, {kBias, product.bias}};
+  Check(dnnl_memory_set_data_handle(product.x, const_cast<uint16_t*>(x)));
+  Check(dnnl_memory_set_data_handle(product.y, const_cast<uint16_t*>(y)));
+  Check(dnnl_memory_set_data_handle(product.out, out));
+  const bool is_gradient = KindOf(key) == Kind::kWeightGradient;
+  Argument arguments[] = {{is_gradient ? kUpstream : kSource, product.x},
+                          {is_gradient ? kSource : kWeights, product.y},
+                          {is_gradient ? kWeightsGradient : kDestination, product.out},
+                          {kBias, product.bias}};
   if (bias != nullptr) Check(dnnl_memory_set_data_handle(product.bias, const_cast<float*>(bias)));
   Check(dnnl_primitive_execute(product.primitive, stream, bias == nullptr ? 3 : 4, arguments));
   Check(dnnl_stream_wait(stream));
