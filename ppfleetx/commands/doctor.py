@@ -65,7 +65,7 @@ examples:
         logs = None if self.log_dir is None else Path(self.log_dir)
         command = [sys.executable, str(SCRIPT), "doctor", *arguments]
         place = self.nproc, self.nnodes, self.master
-        rows, size = job_rows(command, *place, seconds=self.timeout, logs_there=logs)
+        rows, size = job_rows(command, *place, seconds=self.timeout, log_dir=logs)
         return _show(rows, size, as_object=self.json)
 
     def run(self) -> int:

@@ -106,7 +106,7 @@ def job_rows(
     master: str | None,
     *,
     seconds: float,
-    logs_there: Path | None,
+    log_dir: Path | None,
 ) -> tuple[list[Row], int]:
     """Examine a job of several processes: check the environment variables and the network, then launch this
     machine's ranks. Returns the rows of the report, and the number of ranks in the job (1 if no rank has
@@ -118,7 +118,7 @@ def job_rows(
         nodes: number of machines; None: one. PADDLE_NNODES takes precedence.
         master: HOST:PORT where the machines meet. PADDLE_MASTER takes precedence.
         seconds: how long machines, and later ranks, wait for each other.
-        logs_there: the directory of the ranks' logs; None: a temporary directory.
+        log_dir: the directory of the ranks' logs; None: a temporary directory.
     """
     named = os.environ.get("PADDLE_NNODES", "")
     nodes = int(named) if named.isdigit() else nodes or 1
@@ -128,7 +128,7 @@ def job_rows(
         rows += [replace(row, group="nodes") for row in examine_nodes_first(nodes, master, seconds)]
     if exit_code(rows):
         return rows, 1
-    found, size = launched_rows(command, seconds=seconds, logs_there=logs_there)
+    found, size = launched_rows(command, seconds=seconds, log_dir=log_dir)
     return in_groups([*rows, *found]), size
 
 
@@ -143,14 +143,12 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
-def launched_rows(
-    command: Sequence[str], *, seconds: float, logs_there: Path | None
-) -> tuple[list[Row], int]:
+def launched_rows(command: Sequence[str], *, seconds: float, log_dir: Path | None) -> tuple[list[Row], int]:
     """Run ``command``, which launches this machine's ranks. Returns the rows of the report, and the number of
     ranks in the job (1 if no rank has written a report)."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
-        logs = [] if logs_there else ["--log-dir", str(place / "log")]
+        logs = [] if log_dir else ["--log-dir", str(place / "log")]
         environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
         environ.setdefault(
             START_VARIABLE, f"{seconds + _END_SECONDS:g}"
@@ -158,7 +156,7 @@ def launched_rows(
         # Launcher and ranks print to this log. If they crash, the report shows the end of the log.
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
-        return _read(place, logs_there or place / "log", code)
+        return _read(place, log_dir or place / "log", code)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ppfleetx.distributed.rendezvous import RendezvousError
-from ppfleetx.doctor.process_exchange import Answer, Guest, Host, connect_processes
+from ppfleetx.doctor.process_connections import Answer, Guest, Host, connect_processes
 from ppfleetx.doctor.results import Row, Target, fail, ok, warn, within
 from ppfleetx.utils.machine import interface_address, interface_flags
 
@@ -219,7 +219,7 @@ def own_address(environ: Mapping[str, str]) -> str:
     return (resolved(name) if name else "") or "127.0.0.1"
 
 
-def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
+def address_row(own: str, host: str, master_address: str, *, is_first: bool) -> Row | None:
     """Return a report row if the job cannot start with the address ``own``; otherwise None. It cannot start
     if ``own`` is a loopback address or not an address of this machine. On the first machine, it also cannot
     start if ``own`` differs from ``host``.
@@ -227,10 +227,10 @@ def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | No
     Args:
         own: the address of this machine that Paddle's launcher would announce.
         host: the first machine, as ``--master`` names it.
-        master: the IP address of the first machine.
+        master_address: the IP address of the first machine.
         is_first: whether this machine is the first machine.
     """
-    better = host if is_first else route_to(master)
+    better = host if is_first else route_to(master_address)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):
         return fail("own address", f"the host name resolves to {own}, which reaches no other machine", fix)

@@ -49,7 +49,7 @@ class Fact:
     fix: str
     of_node: bool = False
 
-    def of(self, target: Target) -> Values | None:
+    def read_in_process(self, target: Target) -> Values | None:
         """Read the fact and return its values in this process. Returns None if another process of this
         machine reads the fact, and ``_UNREAD`` if reading takes too long."""
         if self.of_node and target.local_rank != 0:
@@ -125,7 +125,7 @@ def read_facts(target: Target, announce: Callable[[str], None]) -> Facts:
     found: Facts = {}
     for fact in FACTS:
         announce(fact.name)
-        found[fact.name] = fact.of(target)
+        found[fact.name] = fact.read_in_process(target)
     return found
 
 

@@ -21,7 +21,7 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.check_output_dir import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.files import nearest_directory
-from ppfleetx.doctor.process_exchange import Answer, Guest, Host, connect_processes
+from ppfleetx.doctor.process_connections import Answer, Guest, Host, connect_processes
 from ppfleetx.doctor.rank_agreement import agreement_rows, differing, digests, host_of, read_facts
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.results import Row, Status, Target, fail, in_groups, joined, ok, skipped, within

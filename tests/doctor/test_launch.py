@@ -80,10 +80,10 @@ def test_the_environment_wins_over_the_options_as_it_does_for_the_launcher(monke
     monkeypatch.setattr(launch, "examine_nodes_first", lambda *told: asked.append(told[1]) or failed)
     monkeypatch.setenv("PADDLE_NNODES", "2")
     monkeypatch.setenv("PADDLE_MASTER", "10.0.0.1:7000")
-    launch.job_rows([], 1, 3, "10.0.0.2:7000", seconds=1.0, logs_there=None)
+    launch.job_rows([], 1, 3, "10.0.0.2:7000", seconds=1.0, log_dir=None)
     monkeypatch.delenv("PADDLE_NNODES")
     monkeypatch.delenv("PADDLE_MASTER")
-    launch.job_rows([], 3, 2, "10.0.0.2:7000", seconds=1.0, logs_there=None)
+    launch.job_rows([], 3, 2, "10.0.0.2:7000", seconds=1.0, log_dir=None)
     assert asked == [(2, 1), "10.0.0.1:7000", (2, 3), "10.0.0.2:7000"]
 
 
@@ -120,7 +120,7 @@ def test_a_library_that_is_missing():
 def test_ranks_that_end_without_a_report_are_named(monkeypatch, tmp_path, said, code, name, found):
     monkeypatch.setattr(launch, "import_row", lambda: None)
     command = [sys.executable, "-c", f"print({said!r}); raise SystemExit({code})"]
-    rows, size = launched_rows(command, seconds=1.0, logs_there=tmp_path)
+    rows, size = launched_rows(command, seconds=1.0, log_dir=tmp_path)
     row = by_name(rows)[name]
     assert row.status is Status.FAIL and row.group == "processes" and size == 1
     assert all(piece in row.found for piece in found)

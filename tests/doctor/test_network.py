@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.doctor import network
 from ppfleetx.doctor.network import Interface, interfaces, link_rows, named_rows, reach
-from ppfleetx.doctor.process_exchange import Answer
+from ppfleetx.doctor.process_connections import Answer
 from ppfleetx.doctor.results import Status, Target
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import free_port

@@ -17,7 +17,7 @@ from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.environment import open_files_row
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
-from ppfleetx.doctor.process_exchange import connect_processes
+from ppfleetx.doctor.process_connections import connect_processes
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.results import Row, Status, Target, fail, ok
 from ppfleetx.doctor.run import examine_job
@@ -112,7 +112,7 @@ def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
     content = file.read_text()
     place = f"os.environ['{launch.DIRECTORY_VARIABLE}'] + '/{file.name}'"
     command = [sys.executable, "-c", f"import os; open({place}, 'w').write({content!r})"]
-    (row,), size = launched_rows(command, seconds=1.0, logs_there=None)
+    (row,), size = launched_rows(command, seconds=1.0, log_dir=None)
     assert (row.name, size) == ("python", 4)
 
 

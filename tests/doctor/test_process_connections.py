@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ppfleetx.distributed.rendezvous import RendezvousError
-from ppfleetx.doctor import process_exchange
-from ppfleetx.doctor.process_exchange import connect_processes
+from ppfleetx.doctor import process_connections
+from ppfleetx.doctor.process_connections import connect_processes
 from tests.helpers.ranks import free_port
 
 
@@ -56,7 +56,7 @@ def test_who_has_answered_waits_while_somebody_gets_further():
 
 
 def test_a_first_that_is_gone_or_silent_is_named_by_the_others(monkeypatch):
-    monkeypatch.setattr(process_exchange, "_ROUNDS", 1)
+    monkeypatch.setattr(process_connections, "_ROUNDS", 1)
     done = threading.Event()
 
     def act(meeting):
