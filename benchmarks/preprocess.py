@@ -20,8 +20,8 @@ from pathlib import Path
 from harness import cpu_seconds
 
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
+from ppfleetx.data.prepare.corpus_reader import find_sources, iterate_texts
 from ppfleetx.data.prepare.preprocess import preprocess
-from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 

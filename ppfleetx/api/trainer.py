@@ -18,7 +18,7 @@ from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, idx_path, optimal_dtype
-from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
+from ppfleetx.data.prepare.corpus_reader import find_sources, iterate_texts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.launcher_env import world_size
 

@@ -21,10 +21,10 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.check_output_dir import METRICS_FILE
+from ppfleetx.data.prepare.corpus_reader import find_sources
 from ppfleetx.data.prepare.preprocess import preprocess
-from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.dialects.megatron import gpt2_sizes
+from ppfleetx.dialects.megatron import gpt2_script
 from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
@@ -96,10 +96,10 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     run resumes it. With ``--check``, only a report on the configuration is printed. ``evaluates`` is whether
     the run is evaluated during training. Returns the exit code."""
     checks = "--check" in argv
-    request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
-    arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
-    result = of_arguments(arguments, gpt2_sizes.PROCESSES)
-    cfg = load_tree(result.tree(), result.warnings, world_size=gpt2_sizes.PROCESSES)
+    request = gpt2_script.request_of([word for word in argv if word != "--check"])
+    arguments = gpt2_script.arguments_of(request, evaluates=evaluates)
+    result = of_arguments(arguments, gpt2_script.PROCESSES)
+    cfg = load_tree(result.tree(), result.warnings, world_size=gpt2_script.PROCESSES)
     if checks:
         print(check_report(cfg))
         return 0
@@ -122,7 +122,7 @@ def _put_aside(output: Path) -> None:
 
 def _launch(arguments: Sequence[str]) -> int:
     program = Path(__file__).resolve().parents[2] / "projects" / "megatron" / "pretrain_gpt.py"
-    command = [sys.executable, "-m", LAUNCHER, "--nproc_per_node", str(gpt2_sizes.PROCESSES)]
+    command = [sys.executable, "-m", LAUNCHER, "--nproc_per_node", str(gpt2_script.PROCESSES)]
     command += ["--log_dir", str(_LOG), str(program), *arguments]
     with (_LOG / "train_0.log").open("wb") as log:
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -149,7 +149,7 @@ def results_table(size: str, cfg: RunConfig, output: Path) -> str:
     last = trained[-100:]
     speed = sum(record["ips_total"] for record in last) / len(last) / length
     cells = (
-        f"{gpt2_sizes.PROCESSES}p-{'CPU' if expected_device(cfg.Global.device) == CPU else 'GPU'}",
+        f"{gpt2_script.PROCESSES}p-{'CPU' if expected_device(cfg.Global.device) == CPU else 'GPU'}",
         size,
         f"{min(ppls):.3f}" if ppls else "-",
         f"{speed:.3f}",

@@ -83,8 +83,8 @@ class Prepare(Command):
     overwrite: bool = switch("replace an output that already exists")
 
     def run(self) -> None:
+        from ppfleetx.data.prepare.corpus_reader import find_sources
         from ppfleetx.data.prepare.preprocess import preprocess
-        from ppfleetx.data.prepare.text_corpus import find_sources
 
         if self.eod_token is not None and not self.append_eod:
             raise ConfigError("needs --append-eod", key="--eod-token", value=self.eod_token)
@@ -135,7 +135,7 @@ class TrainTokenizer(Command):
     overwrite: bool = switch("replace a tokenizer that already exists")
 
     def run(self) -> None:
-        from ppfleetx.data.prepare.text_corpus import find_sources, iterate_texts
+        from ppfleetx.data.prepare.corpus_reader import find_sources, iterate_texts
         from ppfleetx.data.tokenizer.tokenizer import train_tokenizer
         from ppfleetx.utils.progress_bar import ProgressBar
 

@@ -28,7 +28,7 @@ ORDER_VERSION = 1
 """Version of the sample order, a part of cache names and fingerprints. Increase it when equal arguments give
 a different order than before."""
 
-_CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
+_CHUNK = 1 << 22  # sequences handled at a time, to limit temporary memory to about 100 MB
 _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed
 
 
@@ -61,7 +61,8 @@ class IndexMaps:
     """The three arrays that store the order of samples.
 
     Attributes:
-        document_index: the sequences in the order of the token stream, int32 [epochs * sequences].
+        document_index: the sequences in the order of the token stream, int32 [epochs * sequences]. The
+            name is Megatron-LM's.
         sample_index: where each sample starts, as (position in ``document_index``, token within that
             sequence), int32 or int64 [samples + 1, 2].
         shuffle_index: the samples in the order in which they are read, uint32 or int64 [samples].
@@ -98,10 +99,10 @@ def plan_epochs(
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
     """Return the size in bytes of the three arrays that store the order of a split's samples. Building them
     takes roughly as much memory."""
-    documents = num_sequences * plan.num_epochs
-    position = 4 if documents <= np.iinfo(np.int32).max else 8
+    entries = num_sequences * plan.num_epochs
+    position = 4 if entries <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
-    return 4 * documents + 2 * position * (plan.num_samples + 1) + sample * plan.num_samples
+    return 4 * entries + 2 * position * (plan.num_samples + 1) + sample * plan.num_samples
 
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:

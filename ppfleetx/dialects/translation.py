@@ -296,7 +296,7 @@ def translate(
         name = one.key if "*" in key.name else key.name
         found.pop(name, None)
         found[name] = (one, key)
-    _refuse_first(found, table)
+    _refuse_unsupported(found, table)
     if unknown:
         raise _unknown(unknown[0], table, dialect)
     for name, (one, key) in found.items():
@@ -312,7 +312,7 @@ def translate(
     return result
 
 
-def _refuse_first(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) -> None:
+def _refuse_unsupported(found: Mapping[str, tuple[UserOption, Key]], table: KeyTable) -> None:
     """Raise ConfigError if the user gave an option of ``Kind.REFUSED``, or an option of ``Kind.FIXED`` with a
     value that is not in ``Key.accepts``. If there are several, the error names the one that comes first in
     the key table."""

@@ -14,8 +14,8 @@ from ppfleetx.data import checksums
 from ppfleetx.data.checksums import checksums_path, compute_checksums, read_checksums
 from ppfleetx.data.corpus_checks import all_damage, verify_corpora, verify_corpus
 from ppfleetx.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from ppfleetx.data.prepare.corpus_reader import find_sources
 from ppfleetx.data.prepare.preprocess import preprocess
-from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenized_corpus import convert, merge
 from tests.data.test_dataloader import make_config
 from tests.helpers.texts import small_tokenizer

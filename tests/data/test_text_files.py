@@ -14,8 +14,8 @@ from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.config.sections.generation import OfflineEvalConfig
 from ppfleetx.data import text_files
 from ppfleetx.data.indexed_dataset import IndexedDataset
+from ppfleetx.data.prepare.corpus_reader import cut_documents, find_sources, iterate_texts
 from ppfleetx.data.prepare.preprocess import preprocess
-from ppfleetx.data.prepare.text_corpus import cut_documents, find_sources, iterate_texts
 from ppfleetx.data.tasks.evaluation import read_text
 from ppfleetx.data.tasks.finetuning import PromptResponseDataset
 from ppfleetx.data.text_files import TextFile, read_lines, read_records

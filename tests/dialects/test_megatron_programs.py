@@ -16,7 +16,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.core.engine.callbacks.log_lines import MegatronLog, MindSpeedLog
 from ppfleetx.core.engine.run_view import EvalRecord, StepRecord
-from ppfleetx.dialects.megatron import gpt2_sizes
+from ppfleetx.dialects.megatron import gpt2_script
 from ppfleetx.dialects.megatron.dialect import of_arguments
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "megatron"
@@ -41,8 +41,8 @@ def test_each_size(size, plan, micro_batches, parameters, tmp_path, monkeypatch,
         assert words in report
     assert f"note           {tmp_path}/gpt2-vocab.json does not exist: GPT-2's 50257 tokens" in report
     assert not list(tmp_path.iterdir())  # nothing is left of a look
-    request = gpt2_sizes.request_of(asked)
-    result = of_arguments(gpt2_sizes.arguments_of(request, evaluates=True), 8)
+    request = gpt2_script.request_of(asked)
+    result = of_arguments(gpt2_script.arguments_of(request, evaluates=True), 8)
     cfg = load_tree(result.tree(), result.warnings, world_size=8)
     assert (cfg.batch.accumulate_steps, cfg.Engine.mix_precision.scale_loss) == (micro_batches, 4096.0)
     assert len(cfg.Model.recomputed_layers()) == cfg.Model.num_layers
@@ -52,8 +52,8 @@ def test_each_size(size, plan, micro_batches, parameters, tmp_path, monkeypatch,
 
 def test_further_arguments_replace_those_of_the_size():
     asked = ["--train_iters=20", "--hidden-size=64", "--global-batch-size=32"]
-    request = gpt2_sizes.request_of(asked)
-    words = gpt2_sizes.arguments_of(request, evaluates=False)
+    request = gpt2_script.request_of(asked)
+    words = gpt2_script.arguments_of(request, evaluates=False)
     assert [word for word in words if word.startswith("--hidden-size")] == ["--hidden-size=64"]
     cfg = load_tree(of_arguments(words, 8).tree(), world_size=8)
     assert (cfg.Model.hidden_size, cfg.Engine.max_steps, cfg.Data.Eval) == (64, 20, None)
@@ -71,7 +71,7 @@ def test_further_arguments_replace_those_of_the_size():
 )
 def test_what_a_script_refuses(word, message):
     with pytest.raises(ConfigError, match=message):
-        gpt2_sizes.request_of([word])
+        gpt2_script.request_of([word])
 
 
 def test_the_table_of_results(tmp_path):
@@ -83,7 +83,7 @@ def test_the_table_of_results(tmp_path):
         {"kind": "eval", "step": 3, "ppl": 27.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = gpt2_sizes.arguments_of(gpt2_sizes.request_of([]), evaluates=True)
+    words = gpt2_script.arguments_of(gpt2_script.request_of([]), evaluates=True)
     cfg = load_tree(of_arguments(words, 8).tree(), world_size=8)
     assert megatron.results_table("345M", cfg, tmp_path).splitlines()[-1] == (
         "| 8p-CPU | 345M | 26.375 | 15.000 | 1024 | 2 |"

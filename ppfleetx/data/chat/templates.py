@@ -392,7 +392,7 @@ def render_with_answers(
     # Without generation blocks, the span of a turn is the text that it adds to the messages before it. If
     # later messages change how this text is rendered (Qwen3), a placeholder in the turn shows where it is.
     turns = _Turns(template, messages, variables)
-    spans = [turns.span(number) for number, one in enumerate(messages) if one["role"] == ASSISTANT]
+    spans = [turns.span(index) for index, one in enumerate(messages) if one["role"] == ASSISTANT]
     return turns.text, spans
 
 
@@ -406,46 +406,46 @@ class _Turns:
     def _render(self, messages: Sequence[Message], **more: Any) -> str:
         return self._template.render(messages, **{**self._variables, **more})
 
-    def span(self, number: int) -> Span:
-        found = self._span_by_difference(number)
+    def span(self, index: int) -> Span:
+        found = self._span_by_difference(index)
         if found is None:
             try:
-                found = self._span_by_placeholder(number)
+                found = self._span_by_placeholder(index)
             except (ChatError, ValueError) as error:
                 raise ChatError(
-                    f"{self._template.place} does not show where it writes message {number}: put "
+                    f"{self._template.place} does not show where it writes message {index}: put "
                     "{% generation %} and {% endgeneration %} around what the assistant says"
                 ) from error
         return found
 
-    def _span_by_difference(self, number: int) -> Span | None:
-        """Return the span of the message with index ``number``, found with two renderings. The first
+    def _span_by_difference(self, index: int) -> Span | None:
+        """Return the span of the message with index ``index``, found with two renderings. The first
         has the earlier messages and a generation prompt, and the span begins where it ends. The second has
         the earlier messages and this one, and the span ends where it ends. Returns None if the text of the
-        whole conversation does not begin with both renderings, or if ``number`` is 0."""
-        if number == 0:  # the first message cannot follow a generation prompt
+        whole conversation does not begin with both renderings, or if ``index`` is 0."""
+        if index == 0:  # the first message cannot follow a generation prompt
             return None
-        with_it = self._render(self._messages[: number + 1])
+        with_it = self._render(self._messages[: index + 1])
         if not self.text.startswith(with_it):
             return None
-        before = self._render(self._messages[:number], add_generation_prompt=True)
+        before = self._render(self._messages[:index], add_generation_prompt=True)
         return (len(before), len(with_it)) if with_it.startswith(before) else None
 
-    def _span_by_placeholder(self, number: int) -> Span:
-        """Return the span of the message with index ``number``, found by rendering the conversation with a
+    def _span_by_placeholder(self, index: int) -> Span:
+        """Return the span of the message with index ``index``, found by rendering the conversation with a
         placeholder as the message's content. Raises ValueError if the span cannot be found in this way."""
-        whole = self._with(number, _HERE)
+        whole = self._with(index, _HERE)
         before, behind = _around(_HERE, self._render(whole))
-        end = _around(_HERE, self._render(whole[: number + 1]))[1]
+        end = _around(_HERE, self._render(whole[: index + 1]))[1]
         if not behind.startswith(end):
             end = self._without_end_of_text(end) or end
-        if number == 0:
+        if index == 0:
             first, start = 0, self._end_of_prompt(before)
         else:
-            earlier = self._with(number - 1, _BEFORE)
-            both = self._render([*earlier[:number], *whole[number:]])
+            earlier = self._with(index - 1, _BEFORE)
+            both = self._render([*earlier[:index], *whole[index:]])
             between = _around(_HERE, _around(_BEFORE, both)[1])[0]
-            prompt = _around(_BEFORE, self._render(earlier[:number], add_generation_prompt=True))[1]
+            prompt = _around(_BEFORE, self._render(earlier[:index], add_generation_prompt=True))[1]
             first = len(before.removesuffix(between))
             start = first + _common(between, prompt)
         rest = behind.removeprefix(end)
@@ -459,10 +459,9 @@ class _Turns:
         after the last message of a conversation, so it is missing where more messages follow."""
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
-    def _with(self, number: int, content: str) -> list[Message]:
+    def _with(self, index: int, content: str) -> list[Message]:
         return [
-            {**one, "content": content} if place == number else one
-            for place, one in enumerate(self._messages)
+            {**one, "content": content} if place == index else one for place, one in enumerate(self._messages)
         ]
 
     def _end_of_prompt(self, text: str) -> int:

@@ -32,7 +32,7 @@ from ppfleetx.data.indexed_dataset import (
     optimal_dtype,
     refuse_to_replace,
 )
-from ppfleetx.data.prepare.text_corpus import MOST_SKIPPED, Chunk, Source, documents_of, read_chunks
+from ppfleetx.data.prepare.corpus_reader import MOST_SKIPPED, Chunk, Source, documents_of, read_chunks
 from ppfleetx.data.text_files import MAX_DOCUMENT_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.end_processes import process_exists

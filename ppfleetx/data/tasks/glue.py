@@ -30,12 +30,12 @@ class GlueTask:
         title: the task's name in GLUE, such as ``SST-2``.
         texts, label: the names of the columns with the one or two sentences, and with the label.
         labels: the possible labels, in the order of the classes; empty for a regression.
-        headerless: the number of each named column in files without a header line; empty if a header line is
-            required.
+        columns_without_header: the number of each named column in files without a header line; empty if a
+            header line is required.
         has_bad_rows: whether files of the task have rows with a wrong number of fields. Such rows are skipped
             when labels are read.
-        original: the file to read if there is no ``{part}.tsv``, by part (train, dev, test). These are files
-            of the data set that GLUE took the task from.
+        original_files: the file to read if there is no ``{part}.tsv``, by part (train, dev, test). These are
+            files of the data set that GLUE took the task from.
     """
 
     name: str
@@ -43,9 +43,9 @@ class GlueTask:
     texts: tuple[str, ...]
     label: str = "label"
     labels: tuple[str, ...] = _BINARY
-    headerless: Mapping[str, int] = field(default_factory=dict)
+    columns_without_header: Mapping[str, int] = field(default_factory=dict)
     has_bad_rows: bool = False
-    original: Mapping[str, str] = field(default_factory=dict)
+    original_files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_regression(self) -> bool:
@@ -74,8 +74,8 @@ TASKS = {
             "CoLA",
             "CoLA",
             ("sentence",),
-            headerless={"source": 0, "label": 1, "sentence": 3},
-            original={
+            columns_without_header={"source": 0, "label": 1, "sentence": 3},
+            original_files={
                 "train": "raw/in_domain_train.tsv",
                 "dev": "raw/in_domain_dev.tsv",
                 "test": "raw/out_of_domain_dev.tsv",
@@ -87,7 +87,7 @@ TASKS = {
             "MRPC",
             ("#1 String", "#2 String"),
             label="Quality",
-            original={part: f"msr_paraphrase_{part}.txt" for part in ("train", "test")},
+            original_files={part: f"msr_paraphrase_{part}.txt" for part in ("train", "test")},
         ),
         GlueTask("QQP", "QQP", ("question1", "question2"), label="is_duplicate", has_bad_rows=True),
         GlueTask("STSB", "STS-B", ("sentence1", "sentence2"), label="score", labels=()),
@@ -128,8 +128,8 @@ def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: 
     digest = blake2b(digest_size=16)
     rows = _rows(path, digest.update)
     first = next(rows, (1, ""))
-    if task.headerless and not set(task.texts) <= set(first[1].split("\t")):
-        columns, width = task.headerless, _COLA_FIELDS
+    if task.columns_without_header and not set(task.texts) <= set(first[1].split("\t")):
+        columns, width = task.columns_without_header, _COLA_FIELDS
         rows = chain([first] if first[1] else [], rows)
     else:
         columns, width = _columns(task, first[1], path, with_labels=with_labels)
@@ -155,7 +155,7 @@ def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: 
 
 def _file(task: GlueTask, directory: Path, part: str) -> Path:
     path = directory / f"{part}.tsv"
-    original = directory / task.original.get(part, path.name)
+    original = directory / task.original_files.get(part, path.name)
     if path.exists() or original.exists():
         return path if path.exists() else original
     also = f" (or {original.relative_to(directory)})" if original != path else ""

@@ -163,11 +163,11 @@ class TokenizersEngine:
         """The id of each token of the vocabulary, including added tokens."""
         return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
-    def identity(self, written: dict[str, Any]) -> Any:
+    def identity(self, definition: dict[str, Any]) -> Any:
         """Return the entries of a ``tokenizer.json`` that determine how text is converted to ids, for the
-        tokenizer's fingerprint. ``written`` is the content of the file."""
+        tokenizer's fingerprint. ``definition`` is the content of the file."""
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
-        return {key: written.get(key) for key in kept}
+        return {key: definition.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
         """Encode ``text`` to token ids. With ``special``, special tokens in the text become their ids. With
@@ -262,8 +262,8 @@ class TiktokenEngine:
         added = {entry["content"]: entry["id"] for entry in self._definition.get("added_tokens") or []}
         return self._definition["model"]["vocab"] | added
 
-    def identity(self, written: dict[str, Any]) -> Any:
-        model, added = written["model"], written.get("added_tokens") or []
+    def identity(self, definition: dict[str, Any]) -> Any:
+        model, added = definition["model"], definition.get("added_tokens") or []
         ids = model["vocab"] | {entry["content"]: entry["id"] for entry in added}
         return {
             "vocab": sorted(ids.items(), key=lambda item: item[1]),

@@ -195,19 +195,19 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
             file.write(text)
 
 
-def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """Return the contents of the files in which to save a tokenizer, by file name. ``written`` has the
+def file_texts(files: TokenizerFiles, eod: str | None) -> dict[str, str]:
+    """Return the contents of the files in which to save a tokenizer, by file name. ``files`` has the
     contents of the tokenizer's own files. ``AutoTokenizer.from_pretrained`` loads the same tokenizer from the
     result. ``eod`` is the end-of-document token; None if there is none."""
-    definition, model = written.definition, written.definition["model"]
-    files = {CONFIG: _made_config(eod), **written.side_texts}
+    definition, model = files.definition, files.definition["model"]
+    texts = {CONFIG: _made_config(eod), **files.side_texts}
     if _has_only_vocab_and_merges(definition):
         merges = "".join(f"{left} {right}\n" for left, right in merge_pairs(model))
-        files[VOCAB_FILE] = json.dumps(model["vocab"], ensure_ascii=False)
-        files[MERGES_FILE] = f"#version: 0.2\n{merges}"
-    if written.has_definition or CONFIG not in written.side_texts:
-        files[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False, indent=1)
-    return files
+        texts[VOCAB_FILE] = json.dumps(model["vocab"], ensure_ascii=False)
+        texts[MERGES_FILE] = f"#version: 0.2\n{merges}"
+    if files.has_definition or CONFIG not in files.side_texts:
+        texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False, indent=1)
+    return texts
 
 
 def _made_config(eod: str | None) -> str:

@@ -27,7 +27,7 @@ from ppfleetx.data.tokenizer.json_files import (
     token_to_bytes,
     write_files,
 )
-from ppfleetx.data.tokenizer.tokenizer_config import SideFiles, as_transformers
+from ppfleetx.data.tokenizer.transformers_tokenizer import SideFiles, as_transformers
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import TokenizerConfig
@@ -236,11 +236,11 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A SHA-256 hash of everything that determines how text is converted to ids: vocabulary, merges,
         special tokens, splitting rules. Tokens that `encode_prompt` adds around the text are not included."""
-        written = self._files.definition
-        vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
+        definition = self._files.definition
+        vocab, listed = definition["model"].get("vocab") or {}, definition.get("added_tokens") or []
         of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
         of_file.update(entry["content"] for entry in listed)
-        identity = self._engine.identity(written)
+        identity = self._engine.identity(definition)
         added = sorted(self._ids.keys() - of_file)  # added by the side files
         if added:
             identity |= {"added": added}

@@ -261,19 +261,19 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
     return prefixes, weights
 
 
-def highest_id(file: Path, one: UserOption) -> int:
-    """Return the highest token id in ``file``, which is a ``vocab.json`` or a ``tokenizer.json``. ``one`` is
-    the user's option that names the file, for error messages."""
+def highest_id(file: Path, file_option: UserOption) -> int:
+    """Return the highest token id in ``file``, which is a ``vocab.json`` or a ``tokenizer.json``.
+    ``file_option`` is the user's option that names the file, for error messages."""
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:
         rule = f"cannot be read: {problem.strerror}; the size of the vocabulary is in it (or --vocab-size)"
-        raise ConfigError(f"{file} {rule}", key=one.key, place=one.place) from None
+        raise ConfigError(f"{file} {rule}", key=file_option.key, place=file_option.place) from None
     except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, or JSON of another shape
         ids = []
     if not ids or not all(type(number) is int and 0 <= number < 2**31 for number in ids):
         rule = "is not a vocabulary in JSON: a mapping of tokens to their ids"
-        raise ConfigError(f"{file} {rule}", key=one.key, place=one.place)
+        raise ConfigError(f"{file} {rule}", key=file_option.key, place=file_option.place)
     return max(ids)
 
 

@@ -57,7 +57,7 @@ _RINGS = ("megatron_cp_algo", *_HYBRIDS, "colossalai_cp", "flash_sp")
 def _chunks(run: Translation) -> None:
     stages = run.integer(PIPELINE, 1, least=1)
     layers = run.integer("num_layers", least=1)
-    rows = _counts(run, "num_layer_list")
+    rows = _number_lists(run, "num_layer_list")
     empty = _ids(run, "noop_layers")
     if rows is not None and empty:
         raise run.conflict(("num_layer_list", "noop_layers"), "both set the same; give one of them")
@@ -247,7 +247,7 @@ def _listed(run: Translation) -> None:
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):
             continue
-        counts = [number for row in _counts(run, name) or [] for number in row]
+        counts = [number for row in _number_lists(run, name) or [] for number in row]
         if len(counts) != len(_chunk_sizes(run)):
             raise run.error(name, f"needs a number for each of {len(_chunk_sizes(run))} chunks")
         if any(counts):
@@ -291,13 +291,13 @@ def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
 
 
 def _ids(run: Translation, name: str) -> list[int]:
-    rows = _counts(run, name)
+    rows = _number_lists(run, name)
     if rows is not None and len(rows) > 1:
         raise run.error(name, "must be a list of numbers, e.g. 62,63")
     return rows[0] if rows else []
 
 
-def _counts(run: Translation, name: str) -> list[list[int]] | None:
+def _number_lists(run: Translation, name: str) -> list[list[int]] | None:
     """Return the value of the option ``name`` as a list of lists of numbers: ``[[4, 4], [4, 2]]`` for the
     string ``[4,4],[4,2]``. A single list or number becomes the only inner list: ``[[3]]`` for 3. Returns None
     if the option is not given."""

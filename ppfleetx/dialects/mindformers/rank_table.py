@@ -208,15 +208,15 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
         )
 
 
-def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """Return the host that the user's range ``ranks`` describes, as (index in the rank table, host). With
+def _server_of(table: RankTable, numbers: range, text: str) -> tuple[int, Server]:
+    """Return the host that the user's range ``numbers`` describes, as (index in the rank table, host). With
     several hosts, the range must consist of exactly the ranks of one host. With one host, the range consists
     of device numbers, which the host must have. ``text`` is the range as the user wrote it, for error
     messages."""
     servers = table.server_list
     if len(servers) == 1:
         known = {device.device_id for device in servers[0].device}
-        if strangers := sorted({*ranks} - known):
+        if strangers := sorted({*numbers} - known):
             raise ConfigError(
                 f"the rank table has no device {strangers[0]}, but {', '.join(map(str, sorted(known)))}",
                 key="DEVICE_RANGE",
@@ -227,7 +227,7 @@ def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
         words = ", ".join(f"{server.server_id} {len(server.device)}" for server in servers)
         raise ConfigError(f"all hosts must have the same number of devices; they have: {words}", key="device")
     for number, server in enumerate(servers):
-        if server.ranks == list(ranks):
+        if server.ranks == list(numbers):
             return number, server
     hosts = ", ".join(f"[{one.ranks[0]},{one.ranks[-1] + 1}] is {one.server_id}" for one in servers)
     raise ConfigError(f"must be the ranks of one host: {hosts}", key="DEVICE_RANGE", value=text)

@@ -54,7 +54,7 @@ ALIASES: dict[str, str] = {
 """Maps dotted option names of MindSpeed-Core-MS to the Megatron arguments with the same meaning."""
 
 
-def plain(name: str) -> str:
+def without_outer_block(name: str) -> str:
     """Return the dotted name ``SECTION.KEY`` of a MindSpeed-Core-MS option that may be inside the block
     ``train_config`` or ``train_config.ms_training_config``. ``train_config.SECTION.KEY`` becomes
     ``SECTION.KEY``. ``train_config.KEY`` becomes ``training_config.KEY``, because keys directly in the block
@@ -73,16 +73,18 @@ class _Names(KeyTable):
     _names = (*_OWN_NAMES, *ALIASES)
 
     def find(self, name: str) -> Key | None:
-        name = ALIASES.get(plain(name), plain(name))
+        name = without_outer_block(name)
+        name = ALIASES.get(name, name)
         return super().find(name) or (None if "." in name else super().find(normal_name(name)))
 
     def is_block(self, name: str) -> bool:
-        prefix = f"{plain(name)}."
-        in_train = name == "train_config" or plain(name) in ("training_config.ms_training_config",)
-        return in_train or super().is_block(name) or any(one.startswith(prefix) for one in self._names)
+        inner = without_outer_block(name)
+        is_outer = name == "train_config" or inner == "training_config.ms_training_config"
+        prefix = f"{inner}."
+        return is_outer or super().is_block(name) or any(one.startswith(prefix) for one in self._names)
 
     def nearest(self, name: str) -> str:
-        return nearest_names(plain(name), list(self._names))
+        return nearest_names(without_outer_block(name), list(self._names))
 
 
 TABLE = _Names([*OWN, *ALL_KEYS.keys])
@@ -143,7 +145,8 @@ def _refuse_two_answers(given: Sequence[UserOption]) -> None:
     for one in given:
         if one.value is None:
             continue
-        earlier = seen.setdefault(ALIASES.get(plain(one.key), plain(one.key)), one)
+        name = without_outer_block(one.key)
+        earlier = seen.setdefault(ALIASES.get(name, name), one)
         if earlier.value != one.value:
             raise one.error(
                 f"contradicts {earlier.key} = {shown(earlier.value)} ({earlier.place}); give one of them"
@@ -157,7 +160,11 @@ def _without_empty_text(one: UserOption) -> UserOption:
 
 
 def _implied(given: list[UserOption]) -> Iterator[UserOption]:
-    names = {ALIASES.get(plain(one.key), normal_name(one.key)): one for one in given if one.value is not None}
+    names = {
+        ALIASES.get(without_outer_block(one.key), normal_name(one.key)): one
+        for one in given
+        if one.value is not None
+    }
     if "seq_length" not in names and "max_position_embeddings" in names:
         one = names["max_position_embeddings"]
         yield replace(one, key="seq_length", place=f"{one.place}, {one.key}")

@@ -141,7 +141,7 @@ def _sharding(run: Translation, replicas: int | None) -> None:
         run.put("Distributed.dp_degree", replicas // degree, "sharding", *_DATA)
 
 
-def batches(run: Translation) -> None:
+def length(run: Translation) -> None:
     """Raise ConfigError unless ``max_steps`` is given and positive. The key table translates the batch
     sizes."""
     if run.integer("max_steps", -1) < 1:
@@ -272,7 +272,7 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 _RULES: tuple[Rule, ...] = (
     network,
     balancing,
-    batches,
+    length,
     profile,
     precision,
     optimizer,

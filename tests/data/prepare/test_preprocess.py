@@ -18,9 +18,9 @@ import zstandard
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed_dataset import IndexedDataset
-from ppfleetx.data.prepare import text_corpus as corpus
+from ppfleetx.data.prepare import corpus_reader as corpus
+from ppfleetx.data.prepare.corpus_reader import find_sources
 from ppfleetx.data.prepare.preprocess import map_in_order, preprocess
-from ppfleetx.data.prepare.text_corpus import find_sources
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.data.conftest import sequences
 from tests.helpers.leftovers import children, leftovers

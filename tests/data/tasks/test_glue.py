@@ -50,7 +50,7 @@ def test_official_files(tmp_path, task, part, content, texts, labels):
 
 @pytest.mark.parametrize(
     ("task", "part", "name"),
-    [(task.name, part, name) for task in TASKS.values() for part, name in task.original.items()],
+    [(task.name, part, name) for task in TASKS.values() for part, name in task.original_files.items()],
 )
 def test_the_files_that_glue_was_made_of_are_read_too(tmp_path, task, part, name):
     content = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t1\t2\tx\ty"
