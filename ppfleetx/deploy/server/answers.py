@@ -107,13 +107,13 @@ class RequestEvents:
     def __init__(
         self,
         scheduler: Scheduler,
-        jobs: Sequence[PromptRequest],
+        prompts: Sequence[PromptRequest],
         receive: Receive,
         timeout: float,
         metrics: Metrics,
     ) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._work = Work(jobs, self._events.put_nowait)
+        self._work = Work(prompts, self._events.put_nowait)
         self._scheduler, self._receive, self._timeout, self._metrics = scheduler, receive, timeout, metrics
         self._num_left = self._work.num_rows
         self._started = time.monotonic()
@@ -195,26 +195,26 @@ class Answer(ABC):
     def __init__(
         self,
         request: GenerationRequest,
-        jobs: Sequence[PromptRequest],
+        prompts: Sequence[PromptRequest],
         model_name: str,
         answer_id: str,
         *,
         tokenizer: Tokenizer,
         end_ids: Sequence[int],
     ) -> None:
-        self.request, self.jobs, self.model_name = request, jobs, model_name
+        self.request, self.prompts, self.model_name = request, prompts, model_name
         self.answer_id, self.created = answer_id, int(time.time())
         self.tokenizer, self._end_ids = tokenizer, end_ids
 
     @abstractmethod
     def whole_choice(
-        self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
+        self, index: int, prompt_index: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
         """Build an entry of the response's ``choices``.
 
         Args:
             index: index of the entry.
-            prompt: index of the prompt in the request.
+            prompt_index: index of the prompt in the request.
             row: the generated continuation.
             prompt_scores: log-probabilities of the prompt's tokens.
         """
@@ -242,11 +242,11 @@ class Answer(ABC):
         return body if usage is None else {**body, "usage": usage}
 
     def usage(self, num_tokens: int) -> dict[str, int]:
-        prompts = sum(len(job.ids) for job in self.jobs)
+        num_prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
         return {
-            "prompt_tokens": prompts,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
-            "total_tokens": prompts + num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
         }
 
     def without_end(self, scores: Sequence[TokenScore]) -> list[TokenScore]:
@@ -257,21 +257,21 @@ class Answer(ABC):
         continuations are generated than requested, and only those with the highest mean log-probability are
         returned."""
         made, wanted = self.request.candidates, self.request.n
-        rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
+        rows = [RowAnswer() for _ in range(len(self.prompts) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
         async for event in answering:
             if isinstance(event, Scored):
-                prompt_scores[event.number] = event.scores
+                prompt_scores[event.prompt_index] = event.scores
             else:
                 rows[event.index].add(event)
         choices = []
-        for number in range(len(self.jobs)):
-            own = rows[number * made : (number + 1) * made]
+        for prompt_index in range(len(self.prompts)):
+            own = rows[prompt_index * made : (prompt_index + 1) * made]
             if made > wanted:
                 own = sorted(own, key=lambda row: row.mean_logprob, reverse=True)[:wanted]
             for row in own:
-                scores = prompt_scores.get(number, ())
-                choices.append(self.whole_choice(len(choices), number, row, scores))
+                scores = prompt_scores.get(prompt_index, ())
+                choices.append(self.whole_choice(len(choices), prompt_index, row, scores))
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
     async def pieces(self, answering: RequestEvents) -> AsyncIterator[dict[str, Any]]:
@@ -284,7 +284,7 @@ class Answer(ABC):
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
         async for event in answering:
             if isinstance(event, Scored):
-                prompt_scores[event.number] = event.scores
+                prompt_scores[event.prompt_index] = event.scores
                 continue
             said = []
             if event.index not in started:

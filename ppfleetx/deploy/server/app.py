@@ -273,27 +273,27 @@ def create_app(service: Service) -> FastAPI:
 
 async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
     # In a thread, because tokenizing can be slow and would block other clients' streams.
-    jobs = await asyncio.to_thread(service.prompts.of_completion, wanted)
+    prompts = await asyncio.to_thread(service.prompts.of_completion, wanted)
     echoes = [service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else ()
-    return await _answer(service, request, wanted, jobs, partial(CompletionAnswer, echoes=echoes), "cmpl")
+    return await _answer(service, request, wanted, prompts, partial(CompletionAnswer, echoes=echoes), "cmpl")
 
 
 async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Response:
-    jobs = await asyncio.to_thread(service.prompts.of_chat, wanted)
-    return await _answer(service, request, wanted, jobs, ChatAnswer, "chatcmpl")
+    prompts = await asyncio.to_thread(service.prompts.of_chat, wanted)
+    return await _answer(service, request, wanted, prompts, ChatAnswer, "chatcmpl")
 
 
 async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -> Response:
-    jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
+    prompts = await asyncio.to_thread(service.prompts.of_embedding, wanted)
     timeout, size = service.cfg.request_timeout, service.cfg.max_batch_size
     vectors: list[np.ndarray] = []
-    for start in range(0, len(jobs), size):  # a request may have more inputs than the queue has room for
-        part = jobs[start : start + size]
+    for start in range(0, len(prompts), size):  # a request may have more inputs than the queue has room for
+        part = prompts[start : start + size]
         async with RequestEvents(
             service.scheduler, part, request.receive, timeout, service.metrics
         ) as answering:
             vectors += await vectors_of(answering)
-    num_tokens = sum(len(job.ids) for job in jobs)
+    num_tokens = sum(len(prompt.ids) for prompt in prompts)
     return embeddings_response(wanted, vectors, wanted.model or service.cfg.model_name, num_tokens)
 
 
@@ -309,20 +309,20 @@ async def _answer(
     service: Service,
     request: Request,
     wanted: GenerationRequest,
-    jobs: Sequence[PromptRequest],
+    prompts: Sequence[PromptRequest],
     new_answer: Callable[..., Answer],
     kind: str,
 ) -> Response:
     timeout = service.cfg.request_timeout
     answer = new_answer(
         wanted,
-        jobs,
+        prompts,
         wanted.model or service.cfg.model_name,
         f"{kind}-{secrets.token_hex(12)}",
         tokenizer=service.tokenizer,
         end_ids=service.scheduler.end_ids,
     )
-    answering = RequestEvents(service.scheduler, jobs, request.receive, timeout, service.metrics)
+    answering = RequestEvents(service.scheduler, prompts, request.receive, timeout, service.metrics)
     if wanted.stream:
         return EventStream(answer, answering, timeout)
     async with answering:

@@ -143,7 +143,7 @@ class ChatAnswer(Answer):
         self._growing: dict[int, AnswerText] = {}
 
     def whole_choice(
-        self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
+        self, index: int, prompt_index: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
         content, calls = "".join(row.texts), []
         if self._names:

@@ -93,9 +93,9 @@ class CompletionAnswer(Answer):
         self._logprobs: dict[int, TextLogprobs] = {}
 
     def whole_choice(
-        self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
+        self, index: int, prompt_index: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
-        echo = self._echoes[prompt] if self.request.echo else ""
+        echo = self._echoes[prompt_index] if self.request.echo else ""
         logprobs = self._scores(index, [*prompt_scores, *self.without_end(row.scores)])
         return _choice(index, "".join([echo, *row.texts]), row.reason, logprobs)
 

@@ -48,8 +48,8 @@ class DetokenizeRequest(Request):
 
 
 async def vectors_of(answering: RequestEvents) -> list[np.ndarray]:
-    vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
-    return [vectors[number] for number in sorted(vectors)]
+    vectors = {event.prompt_index: event.vector async for event in answering if isinstance(event, Embedded)}
+    return [vectors[index] for index in sorted(vectors)]
 
 
 def embeddings_response(

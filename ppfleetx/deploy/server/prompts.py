@@ -1,4 +1,5 @@
-"""Turn client requests into jobs for the scheduler: tokenize prompts and check lengths and options."""
+"""Turn client requests into `PromptRequest` messages for the scheduler: tokenize prompts and check
+lengths and options."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class PromptReader:
     def of_completion(self, request: CompletionRequest) -> list[PromptRequest]:
         self._check_number(request, len(request.prompt))
         encoded = [self._encode(prompt, add=request.add_special_tokens) for prompt in request.prompt]
-        return self._jobs(request, "prompt", encoded, request.stop)
+        return self._prompt_requests(request, "prompt", encoded, request.stop)
 
     def _adapter(self, request: Request) -> str | None:
         return request.model if request.model in self._cfg.adapters else None
@@ -47,7 +48,7 @@ class PromptReader:
     def of_chat(self, request: ChatRequest) -> list[PromptRequest]:
         self._check_number(request, 1)
         ids = self._encode_chat(request, add_generation_prompt=True)
-        return self._jobs(request, "messages", [ids], (*request.stop, *self._template.stops))
+        return self._prompt_requests(request, "messages", [ids], (*request.stop, *self._template.stops))
 
     def of_embedding(self, request: EmbeddingRequest) -> list[PromptRequest]:
         encoded = [self._encode(one, add=request.add_special_tokens, param="input") for one in request.input]
@@ -57,8 +58,8 @@ class PromptReader:
                 raise self._too_long(str(len(ids)), "input")
         adapter = self._adapter(request)
         return [
-            PromptRequest(number, number, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True, adapter=adapter)
-            for number, ids in enumerate(encoded)
+            PromptRequest(index, index, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True, adapter=adapter)
+            for index, ids in enumerate(encoded)
         ]
 
     def token_ids(self, request: TokenizeRequest) -> list[int]:
@@ -109,7 +110,7 @@ class PromptReader:
                 "prompt",
             )
 
-    def _jobs(
+    def _prompt_requests(
         self,
         request: GenerationRequest,
         param: str,
@@ -122,8 +123,8 @@ class PromptReader:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         return [
             PromptRequest(
-                number=number,
-                first_index=number * request.candidates,
+                prompt_index=index,
+                first_index=index * request.candidates,
                 ids=ids,
                 copies=request.candidates,
                 max_new_tokens=self._max_new_tokens(len(ids), request, param),
@@ -136,7 +137,7 @@ class PromptReader:
                 scores_prompt=request.scores_prompt,
                 adapter=self._adapter(request),
             )
-            for number, ids in enumerate(prompts)
+            for index, ids in enumerate(prompts)
         ]
 
     def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], SamplingParams]:

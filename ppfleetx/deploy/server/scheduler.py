@@ -123,7 +123,7 @@ class Scheduler:
                     code="queue_full",
                     headers={"Retry-After": str(_RETRY_SECONDS)},
                 )
-            self._waiting.extend(Waiting(work, job) for job in work.jobs)
+            self._waiting.extend(Waiting(work, prompt) for prompt in work.prompts)
             self._show_waiting()
             self._changed.notify()
 
@@ -157,7 +157,7 @@ class Scheduler:
     def _run(self) -> None:
         try:
             with paddle.no_grad():
-                while self._has_work():
+                while self._wait_for_work():
                     self._step()
         except BaseException:  # noqa: BLE001 any error ends the thread and fails all requests
             get_logger().exception("the model's thread has failed; no more requests can be answered")
@@ -168,7 +168,7 @@ class Scheduler:
             error = _closing()
         self._fail_all(error)
 
-    def _has_work(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Return whether there are sequences to run. If there are none, waits for some. False means that the
         thread must end."""
         with self._changed:
@@ -182,7 +182,7 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         for name, model in self._models.items():
-            joins = bool(self._joining) and self._joining[0].job.adapter == name
+            joins = bool(self._joining) and self._joining[0].prompt.adapter == name
             if joins or model.rows:
                 with self._adapters.using(name):
                     self._step_of(model, joins=joins)
@@ -190,7 +190,7 @@ class Scheduler:
     def _step_of(self, model: ServedModel, *, joins: bool) -> None:
         joining = self._score_prompts() if joins else []
         if joining:
-            model.batch.join([one.job.ids for one in joining], [one.copies for one in joining])
+            model.batch.join([one.prompt.ids for one in joining], [one.copies for one in joining])
             with self._changed:
                 model.rows += [
                     RunningSequence(one, copy, self._tokenizer)
@@ -208,7 +208,9 @@ class Scheduler:
             self._fail_step(model)
             return
         reused = model.prefixes.num_reused - reused
-        self._metrics.prompt_tokens.labels(model.name).inc(sum(len(one.job.ids) for one in joining) - reused)
+        self._metrics.prompt_tokens.labels(model.name).inc(
+            sum(len(one.prompt.ids) for one in joining) - reused
+        )
         self._metrics.reused_tokens.labels(model.name).inc(reused)
         self._metrics.generated_tokens.labels(model.name).inc(sum(map(len, tokens)))
         self._metrics.steps.labels(model.name).inc()
@@ -262,13 +264,13 @@ class Scheduler:
         self, logits: paddle.Tensor, rows: Sequence[RunningSequence], tokens: Sequence[int]
     ) -> list[TokenScore | None]:
         scores: list[TokenScore | None] = [None] * len(rows)
-        wants = [place for place, row in enumerate(rows) if row.job.num_top is not None]
+        wants = [place for place, row in enumerate(rows) if row.prompt.num_top is not None]
         if wants:
             part = logits.index_select(paddle.to_tensor(wants), axis=0)
-            most = max(rows[place].job.num_top or 0 for place in wants)
+            most = max(rows[place].prompt.num_top or 0 for place in wants)
             found = score_tokens(part, [tokens[place] for place in wants], most)
             for place, score in zip(wants, found, strict=True):
-                scores[place] = replace(score, top=score.top[: rows[place].job.num_top])
+                scores[place] = replace(score, top=score.top[: rows[place].prompt.num_top])
         return scores
 
     def _score_prompts(self) -> list[Waiting]:
@@ -276,24 +278,24 @@ class Scheduler:
         clients. Returns the prompts for which tokens must be generated."""
         going_on, events = [], []
         for one in self._joining:
-            read = self._metrics.prompt_tokens.labels(self._models[one.job.adapter].name)
+            read = self._metrics.prompt_tokens.labels(self._models[one.prompt.adapter].name)
             try:
-                if one.job.scores_prompt:
-                    scores = score_prompt(self._model, one.job.ids, one.job.num_top or 0)
-                    read.inc(len(one.job.ids))
-                    events.append((one.work, Scored(one.job.number, scores)))
-                if one.job.is_embedded:
-                    vector = embedding_of(self._model, one.job.ids)
-                    read.inc(len(one.job.ids))
-                    events.append((one.work, Embedded(one.job.number, vector)))
+                if one.prompt.scores_prompt:
+                    scores = score_prompt(self._model, one.prompt.ids, one.prompt.num_top or 0)
+                    read.inc(len(one.prompt.ids))
+                    events.append((one.work, Scored(one.prompt.prompt_index, scores)))
+                if one.prompt.is_embedded:
+                    vector = embedding_of(self._model, one.prompt.ids)
+                    read.inc(len(one.prompt.ids))
+                    events.append((one.work, Embedded(one.prompt.prompt_index, vector)))
             except Exception:  # noqa: BLE001 logged; other requests continue
                 get_logger().exception("the scores or the embedding of a prompt could not be computed")
                 one.work.cancelled = True
                 events.append((one.work, Failed(_failed_step())))
-            if one.job.max_new_tokens and not one.work.cancelled:
+            if one.prompt.max_new_tokens and not one.work.cancelled:
                 going_on.append(one)
                 continue
-            rows = range(one.job.first_index, one.job.first_index + one.copies)
+            rows = range(one.prompt.first_index, one.prompt.first_index + one.copies)
             events += [(one.work, NewText(index, "", "length", num_tokens=0)) for index in rows]
         with self._changed:
             self._joining = going_on
@@ -316,12 +318,12 @@ class Scheduler:
         with self._changed:
             while self._waiting:
                 one = self._waiting[0]
-                longest = max(longest, len(one.job.ids))
+                longest = max(longest, len(one.prompt.ids))
                 if num_rows + one.copies > self._cfg.max_batch_size:
                     break
                 if admitted and longest * (len(admitted) + 1) > self._cfg.max_prefill_tokens:
                     break
-                if admitted and one.job.adapter != admitted[0].job.adapter:
+                if admitted and one.prompt.adapter != admitted[0].prompt.adapter:
                     break
                 num_rows += one.copies
                 admitted.append(self._waiting.popleft())

@@ -33,19 +33,19 @@ class NewText:
 
 @dataclass(frozen=True)
 class Scored:
-    """Event: the log-probability of each token of a prompt. ``number`` is the index of the prompt in the
-    request."""
+    """Event: the log-probability of each token of a prompt. ``prompt_index`` is the index of the prompt in
+    the request."""
 
-    number: int
+    prompt_index: int
     scores: Sequence[TokenScore]
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Event: the embedding of a prompt, ``[h]`` float32, with L2 norm 1. ``number`` is the index of the
-    prompt in the request."""
+    """Event: the embedding of a prompt, ``[h]`` float32, with L2 norm 1. ``prompt_index`` is the index of
+    the prompt in the request."""
 
-    number: int
+    prompt_index: int
     vector: np.ndarray
 
 
@@ -64,7 +64,7 @@ class PromptRequest:
     """One prompt of a request, with the options to run it.
 
     Attributes:
-        number: index of the prompt in its request.
+        prompt_index: index of the prompt in its request.
         first_index: index of the prompt's first continuation among all continuations of the request.
         copies: number of continuations to generate.
         num_top: number of alternatives to list with each token's log-probability; None: no log-probabilities.
@@ -73,7 +73,7 @@ class PromptRequest:
         adapter: name of the LoRA adapter to use; None: the base model.
     """
 
-    number: int
+    prompt_index: int
     first_index: int
     ids: Sequence[int]
     copies: int
@@ -91,16 +91,16 @@ class PromptRequest:
 
 @dataclass(eq=False)
 class Work:
-    """A request in the scheduler, with a job for each prompt. ``deliver`` is called with each event of the
-    request, in the thread of the event loop. A ``cancelled`` request ends before the next step."""
+    """A request in the scheduler, with its prompts. ``deliver`` is called with each event of the request, in
+    the thread of the event loop. A ``cancelled`` request ends before the next step."""
 
-    jobs: Sequence[PromptRequest]
+    prompts: Sequence[PromptRequest]
     deliver: Callable[[Event], None]
     cancelled: bool = False
 
     @property
     def num_rows(self) -> int:
-        return sum(job.copies for job in self.jobs)
+        return sum(prompt.copies for prompt in self.prompts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +108,11 @@ class Waiting:
     """A prompt in the queue, until the batch has room for its sequences."""
 
     work: Work
-    job: PromptRequest
+    prompt: PromptRequest
 
     @property
     def copies(self) -> int:
-        return self.job.copies
+        return self.prompt.copies
 
 
 class RunningSequence:
@@ -120,17 +120,17 @@ class RunningSequence:
     tokens. ``copy`` is its index among the continuations of the prompt."""
 
     def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
-        job = one.job
-        self.work, self.job, self.drafts = one.work, job, []
+        prompt = one.prompt
+        self.work, self.prompt, self.drafts = one.work, prompt, []
         self._width = 1
-        self._history = list(job.ids)
-        self._index = job.first_index + copy
-        self._row = Row(job.max_new_tokens)
+        self._history = list(prompt.ids)
+        self._index = prompt.first_index + copy
+        self._row = Row(prompt.max_new_tokens)
         self._pieces: list[str] = []
-        self._text = RowText(tokenizer, job.stops, job.ids, self._pieces.append)
+        self._text = RowText(tokenizer, prompt.stops, prompt.ids, self._pieces.append)
         self._stream = (
-            RandomStream(job.seed, job.number, copy, tokenizer.vocab_size)
-            if job.options.temperature > 0
+            RandomStream(prompt.seed, prompt.prompt_index, copy, tokenizer.vocab_size)
+            if prompt.options.temperature > 0
             else None
         )
 
@@ -144,14 +144,14 @@ class RunningSequence:
 
     def choice(self) -> RowChoice:
         numbers: np.ndarray | None = None if self._stream is None else self._stream.numbers(self.num_new)[0]
-        forbidden = self.job.end_ids if self.num_new < self.job.min_new_tokens else ()
-        return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
+        forbidden = self.prompt.end_ids if self.num_new < self.prompt.min_new_tokens else ()
+        return RowChoice(self.prompt.options, RowTokens(self._history, self.num_new), numbers, forbidden)
 
     def take(self, token: int, score: TokenScore | None) -> NewText:
         """Add a new token to the sequence. Returns the event for the client."""
         self._history.append(token)
         is_stopped = self._text.feed(token)
-        is_end = token in self.job.end_ids
+        is_end = token in self.prompt.end_ids
         if not self._row.add(token, is_last=is_end or is_stopped):
             self._text.finish()
         text = "".join(self._pieces)
@@ -161,7 +161,7 @@ class RunningSequence:
     def draft(self, most: int) -> int:
         """Find up to ``most`` draft tokens by prompt lookup in the sequence's earlier tokens, and store them
         in :attr:`drafts`. Returns the number of draft tokens."""
-        left = self.job.max_new_tokens - self.num_new - 1
+        left = self.prompt.max_new_tokens - self.num_new - 1
         self.drafts = look_up(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.drafts)
 

@@ -45,10 +45,10 @@ class GroupedMatrix:
         if stored is not None and stored.form.activation_bits is not None:
             integers, step = round_rows(x)
             product = self._multiply(integers, counts)
-            product = product * step * _repeat_for_rows(stored.scale.squeeze(1), counts, x)
+            product = product * step * _repeat_for_rows(stored.scale.squeeze(1), counts, x.shape[0])
         else:
             product = self._multiply(x, counts)
-        return product if bias is None else product + _repeat_for_rows(bias, counts, x)
+        return product if bias is None else product + _repeat_for_rows(bias, counts, x.shape[0])
 
     def _multiply(self, x: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
         if self.by_cpu_ops:
@@ -56,11 +56,10 @@ class GroupedMatrix:
         return grouped_product(x, self.weight, counts)
 
 
-def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
+def _repeat_for_rows(values: paddle.Tensor, counts: paddle.Tensor, num_rows: int) -> paddle.Tensor:
     """Return ``values`` with row e repeated ``counts[e]`` times, like ``numpy.repeat``. ``values`` is
-    [experts, outputs], and the result is [rows, outputs]. ``x`` only gives the number of rows, the sum of
-    ``counts``."""
-    expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(x.shape[0]), right=True)
+    [experts, outputs], and the result is [rows, outputs]. ``num_rows`` is the sum of ``counts``."""
+    expert = paddle.searchsorted(counts.cumsum(0), paddle.arange(num_rows), right=True)
     return values.index_select(expert)
 
 

@@ -132,7 +132,7 @@ def save_program(
             weights = f"{path.name}.pdiparams"
             if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
                 raise RuntimeError("the two programs of an export do not have the same weights")
-            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name))
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.cpu_ops_file_name))
 
 
 def _save(program: GenerationProgram, path: Path) -> None:
@@ -181,7 +181,7 @@ class GenerationProgram(nn.Layer):
         return any(isinstance(matrix, QuantizedProgramMatrix) for matrix in self.matrices)
 
     @property
-    def file_name(self) -> str:
+    def cpu_ops_file_name(self) -> str:
         """The file name under which this program is exported after :meth:`use_cpu_ops`. It depends on which
         C++ operators the program uses."""
         if self.blocks is not None:

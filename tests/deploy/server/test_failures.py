@@ -127,7 +127,7 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
 
     async def use(client: httpx.AsyncClient, service: Service) -> None:
         wanted = CompletionRequest(prompt="the cat", stream=True, **ENDLESS)
-        jobs = service.prompts.of_completion(wanted)
+        prompts = service.prompts.of_completion(wanted)
         never = asyncio.Event()
 
         async def receive() -> dict:
@@ -138,9 +138,9 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
             if message["type"] == "http.response.body":
                 await never.wait()
 
-        answering = RequestEvents(service.scheduler, jobs, receive, 0.3, service.metrics)
+        answering = RequestEvents(service.scheduler, prompts, receive, 0.3, service.metrics)
         named = ("gpt", "cmpl-1")
-        answer = CompletionAnswer(wanted, jobs, *named, tokenizer=service.tokenizer, echoes=(), end_ids=())
+        answer = CompletionAnswer(wanted, prompts, *named, tokenizer=service.tokenizer, echoes=(), end_ids=())
         scope: dict = {}
         await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 30)
         assert scope["state"]["ended_as"] == 504
