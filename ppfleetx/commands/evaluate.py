@@ -35,7 +35,7 @@ from ppfleetx.utils.progress_bar import track
 if TYPE_CHECKING:
     from ppfleetx.commands.model_verbs import Evaluate, ModelSource
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
 
 RESULT_FILE = "eval_result.json"
 

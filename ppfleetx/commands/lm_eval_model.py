@@ -19,7 +19,7 @@ from ppfleetx.conversion.huggingface.generation_config import DEFAULTS
 from ppfleetx.data.tasks.evaluation import LastWords, Window, window_batches
 from ppfleetx.generation.generator import Generator
 from ppfleetx.nn.loss import token_scores
-from ppfleetx.parallel.step import to_tensors
+from ppfleetx.parallel.step_runner import to_tensors
 from ppfleetx.utils.progress_bar import ProgressBar
 
 _DEFAULT_NEW_TOKENS = 256

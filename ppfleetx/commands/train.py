@@ -41,7 +41,7 @@ from ppfleetx.distributed.coordination import first_on_each_node, joint_errors
 from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.parallelize import parallelize
-from ppfleetx.parallel.step import StepRunner
+from ppfleetx.parallel.step_runner import StepRunner
 from ppfleetx.resilience.progress import EVALUATING, PROGRESS
 from ppfleetx.utils.launcher_env import local_rank
 from ppfleetx.utils.log import get_logger

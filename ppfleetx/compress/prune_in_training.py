@@ -28,7 +28,7 @@ from ppfleetx.config.sections.compress import num_to_remove
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.spec import model_spec
-from ppfleetx.parallel.step import StepRunner
+from ppfleetx.parallel.step_runner import StepRunner
 from ppfleetx.utils.log import get_logger
 
 

@@ -185,10 +185,10 @@ class NonFinitePlace:
 
 class NonFiniteSearch:
     """Context manager that searches for NaNs and infinities while a step runs, in each layer's output and
-    each parameter's gradient. ``stages`` are pairs (index in the whole model, layer) of this rank."""
+    each parameter's gradient. ``indexed_layers`` are pairs (index in the whole model, layer) of this rank."""
 
-    def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        self._stages = list(stages)
+    def __init__(self, indexed_layers: Iterable[tuple[int, nn.Layer]]) -> None:
+        self._indexed_layers = list(indexed_layers)
         self._hooks: list[Any] = []
         self.forward: NonFinitePlace | None = None
         self.backward: NonFinitePlace | None = None
@@ -196,7 +196,7 @@ class NonFiniteSearch:
     def __enter__(self) -> Self:
         self.forward = self.backward = None
         self._passes: Counter[Any] = Counter()  # by layer number or parameter name
-        for index, layer in self._stages:
+        for index, layer in self._indexed_layers:
             self._hooks.append(layer.register_forward_post_hook(partial(self._look_at_output, index)))
             self._hooks += [
                 parameter.register_hook(partial(self._look_at_gradient, index, parameter))

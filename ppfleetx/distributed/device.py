@@ -318,7 +318,7 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     return tensor._copy_to(paddle.CUDAPinnedPlace() if on_gpu else paddle.CPUPlace(), False)
 
 
-def join(device_place: Any) -> None:
+def select_card_for_thread(device_place: Any) -> None:
     """Select this process's card for the calling thread. A new thread must do this before its first CUDA
     call."""
     from paddle.base import core

@@ -16,7 +16,7 @@ from ppfleetx.config.rules import expert_message_bytes
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import ranks_per_node
-from ppfleetx.distributed.device import choose_device, is_card, join, name_errors, place
+from ppfleetx.distributed.device import choose_device, is_card, name_errors, place, select_card_for_thread
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
 from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
@@ -91,7 +91,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
             )
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
-        RECORD.join_device = partial(join, place())
+        RECORD.select_card_for_thread = partial(select_card_for_thread, place())
     # Reset fleet's topology: tests start several plans in one process, and fleet would keep the first.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))

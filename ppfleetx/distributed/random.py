@@ -69,12 +69,12 @@ class DropoutStreams:
         count micro batches from 0 again."""
         self._step, self._passes = step, {}
 
-    def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
+    def attach(self, indexed_layers: Iterable[tuple[int, nn.Layer]]) -> None:
         """Add a hook to each layer with dropout. The hook seeds the random generators at the start of the
-        layer's forward pass. ``stages`` are pairs (index in the whole model, layer) of this rank."""
+        layer's forward pass. ``indexed_layers`` are pairs (index in the whole model, layer) of this rank."""
         from paddle.nn import Dropout
 
-        for index, layer in stages:
+        for index, layer in indexed_layers:
             if any(isinstance(part, Dropout) and part.p > 0 for part in layer.sublayers()):
                 layer.register_forward_pre_hook(lambda layer, _, index=index: self._enter(layer, index))
 

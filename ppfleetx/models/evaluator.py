@@ -61,8 +61,8 @@ class Evaluator(Protocol):
     it."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step.StepRunner`, and add its loss
-        and metrics."""
+        """Evaluate one batch with ``runner``, a :class:`~ppfleetx.parallel.step_runner.StepRunner`, and add
+        its loss and metrics."""
 
     def result(self) -> Measured | None:
         """Return the result over all batches; None if the loss mask excluded every token or example."""

@@ -96,10 +96,10 @@ class AuxLossScope:
         self._passes: dict[nn.Layer, int] = {}
         self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
 
-    def watch(self, stages: Iterable[nn.Layer]) -> None:
-        """Register hooks on ``stages``, the layers that can attach auxiliary losses. Each layer must run once
+    def watch(self, layers: Iterable[nn.Layer]) -> None:
+        """Register hooks on ``layers``, the layers that can attach auxiliary losses. Each layer must run once
         per micro batch, in the order of the micro batches."""
-        for layer in stages:
+        for layer in layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
 

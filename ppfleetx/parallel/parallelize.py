@@ -29,7 +29,7 @@ from ppfleetx.optims.optimizer import Optimizer, UpdatePlace, copy_to_host
 from ppfleetx.optims.param_groups import group_rows
 from ppfleetx.parallel.grad_sync import GradientSync, with_model_groups
 from ppfleetx.parallel.mixed_precision import Precision
-from ppfleetx.parallel.step import LocalRunner, StepOptions, StepRunner
+from ppfleetx.parallel.step_runner import LocalRunner, StepOptions, StepRunner
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.param_broadcast import ParamBroadcast
@@ -81,7 +81,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
     pipeline = _scheduled(model, factory.matmul, cfg, ctx)
-    optimizer, sync = prepare(model, model.held_stages(), tied_group=tied)
+    optimizer, sync = prepare(model, model.indexed_layers(), tied_group=tied)
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
 
@@ -133,7 +133,7 @@ def _step_options(cfg: RunConfig, precision: Precision) -> StepOptions:
 
 def _optimizer_and_sync(
     model: paddle.nn.Layer,
-    stages: Sequence[tuple[int, paddle.nn.Layer]],
+    indexed_layers: Sequence[tuple[int, paddle.nn.Layer]],
     *,
     cfg: RunConfig,
     ctx: ParallelContext,
@@ -158,7 +158,7 @@ def _optimizer_and_sync(
         frozen = [parameter for parameter in parameters if not parameter.spec.trains]
         sharding = Sharding(trainable, ctx, ctx.plan.sharding_stage, frozen, bucket_bytes)
         if train:
-            sharding.register_hooks(stages, factory.matmul.when_complete)
+            sharding.register_hooks(indexed_layers, factory.matmul.when_complete)
     seed = cfg.Global.seed if train else None
     masters = initialize_parameters(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
@@ -171,7 +171,7 @@ def _optimizer_and_sync(
             cfg.Optimizer, named, place, cfg.Model.num_layers, cfg.Model.width_multiplier
         )
     if sharding is not None:
-        values = _values(sharding, trainable, stages, cfg, ctx)
+        values = _values(sharding, trainable, indexed_layers, cfg, ctx)
         if optimizer is not None:
             optimizer.keep_only(sharding.owns, values.updated)
     if optimizer is not None:
@@ -192,7 +192,7 @@ def _optimizer_and_sync(
 def _values(
     sharding: Sharding,
     trainable: Sequence[paddle.Tensor],
-    stages: Sequence[tuple[int, paddle.nn.Layer]],
+    indexed_layers: Sequence[tuple[int, paddle.nn.Layer]],
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> ParamBroadcast | ParameterSharding:
@@ -201,8 +201,8 @@ def _values(
 
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
-        return ParameterSharding(sharding, stages, ahead=overlaps)
-    layers = [layer for _, layer in stages] if overlaps else None
+        return ParameterSharding(sharding, indexed_layers, ahead=overlaps)
+    layers = [layer for _, layer in indexed_layers] if overlaps else None
     return ParamBroadcast(trainable, sharding, layers, cfg.Distributed.packed_bytes)
 
 

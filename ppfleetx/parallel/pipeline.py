@@ -18,8 +18,8 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 from ppfleetx.parallel.step_metrics import StepSums
+from ppfleetx.parallel.step_runner import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.config.parallel_plan import ParallelPlan
@@ -104,8 +104,8 @@ class StagePipeline(PipelineLayer):
         self._start_poss = [self._bounds[chunk] for chunk in chunks]
         self._end_poss = [self._bounds[chunk + 1] for chunk in chunks]
 
-    def held_stages(self) -> list[tuple[int, paddle.nn.Layer]]:
-        """Return (index in the model, layer) of each stage on this rank."""
+    def indexed_layers(self) -> list[tuple[int, paddle.nn.Layer]]:
+        """Return (index in the model, layer) of each of the model's layers on this rank."""
         held = [layer for layer in self.sublayers() if hasattr(layer, "index_in_model")]
         return [(layer.index_in_model, layer) for layer in held]
 
@@ -128,8 +128,10 @@ class PipelineRunner(StepRunner):
         sync: GradientSync,
         options: StepOptions,
     ) -> None:
-        stages = pipeline._layers.held_stages()
-        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.module, loss.factory)
+        indexed_layers = pipeline._layers.indexed_layers()
+        super().__init__(
+            pipeline._layers, indexed_layers, optimizer, ctx, sync, options, loss.module, loss.factory
+        )
         self._pipeline, self._loss = pipeline, loss
         self._metas: dict[Any, SendRecvMeta] = {}
         # Skip Paddle's own reduction of losses, which is unused and costs two messages and a blocking copy.

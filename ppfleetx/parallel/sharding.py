@@ -154,7 +154,7 @@ class Sharding:
 
     def register_hooks(
         self,
-        stages: Sequence[tuple[int, paddle.nn.Layer]],
+        indexed_layers: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
         """Register hooks that mark the gradients of a layer as complete in each backward pass, even if some
@@ -167,15 +167,15 @@ class Sharding:
         the buckets that are still incomplete.
 
         Args:
-            stages: the model's layers on this rank, such as the embedding and the blocks, each as (index in
-                the model, layer).
+            indexed_layers: the model's layers on this rank, such as the embedding and the blocks, each as
+                (index in the model, layer).
             when_complete: function that calls its argument once the weight gradients exist: immediately, or
                 later if weight gradients are deferred (``Matmul.when_complete``).
         """
         if self._order is None:
             return
         followed: set[int] = set()
-        for _, layer in sorted(stages, key=lambda stage: stage[0]):
+        for _, layer in sorted(indexed_layers, key=lambda pair: pair[0]):
             # A parameter shared by several layers is complete when the backward pass has reached the first of
             # these layers.
             new = [p for p in layer.parameters() if id(p) not in followed and not p.stop_gradient]

@@ -23,21 +23,21 @@ class ParameterSharding:
     (sharding stage 3).
 
     Args:
-        stages: the model's layers on this rank, such as the embedding and the blocks, each as (index in the
-            model, layer).
+        indexed_layers: the model's layers on this rank, such as the embedding and the blocks, each as (index
+            in the model, layer).
         ahead: whether the values of the next layer are fetched while a layer computes.
     """
 
     def __init__(
-        self, owning: Sharding, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
+        self, owning: Sharding, indexed_layers: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
     ) -> None:
         self._owning = owning
-        by_index = dict(stages)
+        by_index = dict(indexed_layers)
         self._after = {id(by_index[i - 1]): by_index[i] for i in by_index if i - 1 in by_index and ahead}
         self._before = {id(by_index[i + 1]): by_index[i] for i in by_index if i + 1 in by_index and ahead}
         self._returns: set[int] = set()  # layers that the backward pass reaches
         self._next: tuple[paddle.nn.Layer, _Fetch] | None = None
-        for _, layer in stages:
+        for _, layer in indexed_layers:
             layer.register_forward_pre_hook(self._before_forward)
             layer.register_forward_post_hook(self._after_forward)
             self._drop(layer)

@@ -61,8 +61,8 @@ class CallRecord:
         blocked_on: a function that returns the task for which the program is waiting, if there is one. Only
             the CPU process groups provide this function; with other communication libraries, the attribute is
             None.
-        join_device: a function that selects this process's card for the calling thread. A thread must call it
-            before it queries tasks.
+        select_card_for_thread: a function that selects this process's card for the calling thread. A thread
+            must call it before it queries tasks.
         names: names of process groups, such as "mp", by Paddle's group id.
         waited: seconds spent waiting for other ranks; 0 if the library does not measure it.
         reads: whether the program is reading a result from its device.
@@ -74,7 +74,7 @@ class CallRecord:
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=KEPT)
         self.blocked_on: Callable[[], Any] | None = None
-        self.join_device: Callable[[], None] = lambda: None
+        self.select_card_for_thread: Callable[[], None] = lambda: None
         self.names: dict[int, str] = {}
         self.waited, self.reads, self.helper, self.polls = 0.0, False, "", False
         self.failed: Call | None = None

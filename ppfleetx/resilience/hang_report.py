@@ -203,7 +203,7 @@ def capture_report(
         failed: the error that ends the rank, or None.
         lost: whether ``failed`` only says that another rank has ended.
     """
-    record.join_device()
+    record.select_card_for_thread()
     now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     helper = _place_of_helper(record.helper) if record.helper else ""
     call = None

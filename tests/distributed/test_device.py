@@ -71,9 +71,9 @@ def test_the_cpu_s_generator_gives_the_same_numbers_as_paddle_seed():
 def test_a_thread_asks_the_card_of_its_process(monkeypatch):
     chosen = []
     monkeypatch.setattr(core, "set_cuda_current_device_id", chosen.append, raising=False)
-    device.join(Card(monkeypatch, "gpu", "CUDAPlace").place)
+    device.select_card_for_thread(Card(monkeypatch, "gpu", "CUDAPlace").place)
     assert chosen == [3]
-    device.join(core.CPUPlace())
+    device.select_card_for_thread(core.CPUPlace())
     assert chosen == [3]
 
 

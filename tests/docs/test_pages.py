@@ -112,7 +112,7 @@ def test_the_module_pages_are_those_of_the_packages():
     hooks = site_hooks()
     texts = hooks.generated_pages()
     assert "modules/conversion.huggingface.md" in texts
-    assert "::: ppfleetx.parallel.step" in texts["modules/parallel.md"]
+    assert "::: ppfleetx.parallel.step_runner" in texts["modules/parallel.md"]
     assert "](architecture.md)" in texts["contributing.md"]
     assert hooks.on_config(type("Config", (), {"nav": [{"Modules": "modules/"}]})()).nav[0]["Modules"][0] == {
         "ppfleetx": "modules/ppfleetx.md"

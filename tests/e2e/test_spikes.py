@@ -181,7 +181,7 @@ def train_with_spikes(
         once: a step that is computed again is as it should be: a fault of the machine.
         factor: null: not a number.
     """
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
 
     gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
     state = {"repeats": False}
@@ -211,7 +211,7 @@ def train_with_a_slow_rank(values: Mapping[str, Any], world: int, rank: int, sec
     import os
     import time
 
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
 
     gradients = StepRunner._gradients
 

@@ -42,7 +42,7 @@ def train(
     import paddle
 
     from ppfleetx.distributed.consistency_checks import check_replicas
-    from ppfleetx.parallel.step import NonFiniteError
+    from ppfleetx.parallel.step_runner import NonFiniteError
     from tests.helpers.low_precision import emulated
 
     is_cpu = (extra or {}).get("Global.device", "cpu") == "cpu"

@@ -25,7 +25,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.step import NonFiniteError, StepRunner
+from ppfleetx.parallel.step_runner import NonFiniteError, StepRunner
 from ppfleetx.planner.mfu import Utilization, run_utilization
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.loss_spikes import Spike, SpikeGuard

@@ -29,7 +29,7 @@ from ppfleetx.nn.cpu_ops.compiled import NOT_COMPILED
 from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.step import NonFiniteError, StepRunner
+    from ppfleetx.parallel.step_runner import NonFiniteError, StepRunner
     from ppfleetx.resilience.stop_request import StopRequest
 
 

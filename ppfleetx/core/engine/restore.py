@@ -46,7 +46,7 @@ from ppfleetx.optims.schedules import Schedule, resume_schedule
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
 
 
 @dataclass

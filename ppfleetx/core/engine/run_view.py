@@ -16,7 +16,7 @@ from ppfleetx.models.evaluator import Metric
 from ppfleetx.optims.schedules import Schedule
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
     from ppfleetx.planner.mfu import Utilization
 
 SOURCE = "source/"

@@ -26,7 +26,7 @@ from ppfleetx.resilience.progress import PROGRESS, SAVING
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
 
 
 class Saver:

@@ -26,7 +26,7 @@ from ppfleetx.models.gpt.stages import gpt_classification_stages
 from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory, Stage
-from ppfleetx.parallel.step import StepRunner
+from ppfleetx.parallel.step_runner import StepRunner
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.output_files import atomic_write
 

@@ -90,7 +90,7 @@ class CpuProcessGroup:
                 yield from self._reduce_scatter_steps(number, signature, pieces, mine, kind, memory)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
 
-        return self._run("all_reduce", steps, memory, sync=sync_op, nbytes=array.nbytes, takes_memory=True)
+        return self._run("all_reduce", steps, memory, sync=sync_op, nbytes=array.nbytes, is_reduction=True)
 
     def _gather_all(
         self, outs: Sequence[np.ndarray], mine: np.ndarray, sync: bool, memory: TensorMemory
@@ -140,7 +140,7 @@ class CpuProcessGroup:
             return self._reduce_scatter_steps(number, signature, parts, target, int(op), memory)
 
         size = target.nbytes
-        return self._run("reduce_scatter", steps, memory, sync=sync_op, nbytes=size, takes_memory=True)
+        return self._run("reduce_scatter", steps, memory, sync=sync_op, nbytes=size, is_reduction=True)
 
     reduce_scatter_tensor = reduce_scatter
 
@@ -175,7 +175,7 @@ class CpuProcessGroup:
             yield from self._exchange(number, signature, 1, {} if is_root else {dst: total}, incoming)
 
         size = array.nbytes
-        return self._run("reduce", steps, memory, sync=sync_op, nbytes=size, root=dst, takes_memory=True)
+        return self._run("reduce", steps, memory, sync=sync_op, nbytes=size, root=dst, is_reduction=True)
 
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
@@ -354,7 +354,7 @@ class CpuProcessGroup:
         sync: bool,
         nbytes: int = 0,
         root: int = -1,
-        takes_memory: bool = False,
+        is_reduction: bool = False,
     ) -> Operation:
         """Start the collective that ``steps`` runs, and wait for it if ``sync``. All members must pass the
         same ``name``, ``nbytes`` and ``root``, and tensors of the same type. Otherwise, the collective fails
@@ -365,11 +365,11 @@ class CpuProcessGroup:
         signature = Signature(CODES[name], memory.code, nbytes, root)
         text = f"{name} of group {self.group_id} ({nbytes} bytes)"
         steps_then_finish = _finished(steps(number, signature), memory)
-        operation = self._operation(steps_then_finish, text, background=not sync, takes_memory=takes_memory)
+        operation = self._operation(steps_then_finish, text, background=not sync, is_reduction=is_reduction)
         return self._mesh.launch(operation, sync=sync)
 
     def _operation(
-        self, steps: Steps, text: str, *, background: bool, takes_memory: bool = False
+        self, steps: Steps, text: str, *, background: bool, is_reduction: bool = False
     ) -> Operation:
         mesh = self._mesh
         return Operation(
@@ -379,7 +379,7 @@ class CpuProcessGroup:
             text=text,
             group=self._key,
             background=background,
-            takes_memory=takes_memory,
+            is_reduction=is_reduction,
         )
 
     def _exchange(

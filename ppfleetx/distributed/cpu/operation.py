@@ -145,9 +145,9 @@ class Operation:
         text: str,
         group: int,
         background: bool = False,
-        takes_memory: bool = False,
+        is_reduction: bool = False,
     ) -> None:
-        self.background, self.takes_memory = background, takes_memory
+        self.background, self.is_reduction = background, is_reduction
         # `busy` is set while a thread runs `steps`; change it only while holding Connections.state.
         self.busy = self.started = False
         self.text, self.group = text, group
@@ -220,9 +220,9 @@ class ProgressThread:
         background = [operation for operation in self._pending if operation.background]
         # A reduction needs memory for the tensors that it receives, so each group runs few at a time. This
         # cannot deadlock, because every member starts its oldest unfinished reduction.
-        sums = Counter(one.group for one in background if one.takes_memory and one.started)
+        sums = Counter(one.group for one in background if one.is_reduction and one.started)
         for one in background:
-            may_start = not one.takes_memory or sums[one.group] < MAX_RUNNING_REDUCTIONS
+            may_start = not one.is_reduction or sums[one.group] < MAX_RUNNING_REDUCTIONS
             if one.ready() and (one.started or may_start):
                 return one
         return None

@@ -13,10 +13,10 @@ from tests.device.reference import Device
 
 MOMENTS = {
     "start": "ppfleetx.commands.train:build_runner",
-    "forward": "ppfleetx.parallel.step:StepRunner._passes",
+    "forward": "ppfleetx.parallel.step_runner:StepRunner._passes",
     "backward": "paddle:Tensor.backward",
     "optimizer": "ppfleetx.optims.optimizer:Optimizer.step",
-    "evaluation": "ppfleetx.parallel.step:StepRunner.eval_step",
+    "evaluation": "ppfleetx.parallel.step_runner:StepRunner.eval_step",
     "save": "ppfleetx.core.engine.saving:Saver.save",
 }
 """What is called when each moment begins."""

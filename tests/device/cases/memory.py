@@ -11,7 +11,7 @@ import paddle
 from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
 
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.parallel.step import StepRunner
+from ppfleetx.parallel.step_runner import StepRunner
 from tests.device.cases.training import program
 from tests.device.reference import Device
 

@@ -37,7 +37,7 @@ class Background:
                 self.pending.remove(operation)
             self.state.notify_all()
 
-    def begin(self, group: int, number: int, *, takes_memory: bool = True) -> None:
+    def begin(self, group: int, number: int, *, is_reduction: bool = True) -> None:
         name = f"{group}/{number}"
 
         def steps() -> Iterator[list]:
@@ -53,7 +53,7 @@ class Background:
             text=name,
             group=group,
             background=True,
-            takes_memory=takes_memory,
+            is_reduction=is_reduction,
         )
         self.progress.begin(operation)
 

@@ -22,7 +22,7 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     import paddle
 
-    from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.parallel.step_runner import StepRunner
 
 
 def device_name(device: str) -> str:

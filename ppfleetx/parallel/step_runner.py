@@ -95,8 +95,8 @@ class StepRunner(ABC):
     clipping and update.
 
     Args:
-        stages: the model's layers on this rank, such as the embedding and the blocks, each as (index in the
-            model, layer).
+        indexed_layers: the model's layers on this rank, such as the embedding and the blocks, each as (index
+            in the model, layer).
         optimizer: None for a runner that only evaluates.
 
     Attributes:
@@ -109,7 +109,7 @@ class StepRunner(ABC):
     def __init__(
         self,
         model: paddle.nn.Layer,
-        stages: Sequence[tuple[int, paddle.nn.Layer]],
+        indexed_layers: Sequence[tuple[int, paddle.nn.Layer]],
         optimizer: Optimizer | None,
         ctx: ParallelContext,
         sync: GradientSync,
@@ -121,15 +121,15 @@ class StepRunner(ABC):
         self._sums = StepSums((*module.metrics, *options.metrics), ctx)
         self._scope = AuxLossScope(factory, ctx, self._sums.add_metric)
         if optimizer is not None or self._sums.names:  # hooks would keep generation from fusing blocks
-            self._scope.watch(layer for _, layer in stages)
+            self._scope.watch(layer for _, layer in indexed_layers)
         self._precision = options.precision
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
-        self._streams.attach(stages)
-        for _, first in stages[:1]:  # a pipeline rank can have no stage
+        self._streams.attach(indexed_layers)
+        for _, first in indexed_layers[:1]:  # a pipeline rank can have no layers
             first.register_forward_pre_hook(lambda *_: note_micro_batch())
-        self._search = NonFiniteSearch(stages)
-        self._heads = [layer for _, layer in stages if isinstance(layer, ChunkedHead)]
+        self._search = NonFiniteSearch(indexed_layers)
+        self._heads = [layer for _, layer in indexed_layers if isinstance(layer, ChunkedHead)]
         self._scales = ActivationScales(model, ctx)
         self._loads = ExpertLoads(model, options.routers, ctx, factory.hidden_same_on)
         self.checks = "cheap"
@@ -380,8 +380,10 @@ class LocalRunner(StepRunner):
         options: StepOptions | None = None,
     ) -> None:
         sync = sync or GradientSync(model.parameters(), ctx)
-        stages = list(enumerate(model.stages))
-        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), module, factory)
+        indexed_layers = list(enumerate(model.stages))
+        super().__init__(
+            model, indexed_layers, optimizer, ctx, sync, options or StepOptions(), module, factory
+        )
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         for batch in micro_batches:
