@@ -43,7 +43,9 @@ class TwoExpertsSpec(MLPSpec):
 
     @property
     def router(self):
-        return LinearSpec(self.hidden_size, 2, "whole", bias=False, init=self.init, of_trunk=True)
+        return LinearSpec(
+            self.hidden_size, 2, "whole", bias=False, init=self.init, input_is_sequence_parallel=True
+        )
 
     def parameters(self, *, sequence_parallel=True):
         router = self.router.parameters(sequence_parallel=sequence_parallel)
@@ -58,7 +60,9 @@ class TwoExpertsSpec(MLPSpec):
         steps, experts = self.router.tape(work, "shares", reads), ("first", "second")
         for expert in experts:
             steps += super().tape(work, expert, reads)
-        mixed = Step(writes, work.part_of(self.hidden_size), ("shares", *experts), ("shares", *experts))
+        mixed = Step(
+            writes, work.split_bytes_of(self.hidden_size), ("shares", *experts), ("shares", *experts)
+        )
         return [*steps, mixed]
 
 

@@ -165,7 +165,7 @@ def evaluate(
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)
         start.restore_weights(runner, cfg.Model)
-        PROGRESS.is_under_way = True
+        PROGRESS.is_past_start = True
         started = time.perf_counter()
         total = sum_over_windows(runner, cfg, ctx, windows)
         result = result_of(cfg, windows, total)

@@ -63,7 +63,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     file."""
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         generator = load_generator(cfg, ctx)
-        PROGRESS.is_under_way = True
+        PROGRESS.is_past_start = True
         if _is_followed(cfg, ctx, prompts):
             results = [_print_as_it_comes(generator, prompts[0], cfg)]
         else:

@@ -192,7 +192,7 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
         callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
         engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_evaluator=evaluator_of(cfg, ctx))
         engine.state = start.state
-        PROGRESS.is_under_way = True
+        PROGRESS.is_past_start = True
         records = engine.evaluate(sets)
         if cfg.Model.task.classifies and cfg.Data.Test is not None:
             _predict_test(cfg, ctx, runner)

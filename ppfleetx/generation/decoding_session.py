@@ -31,7 +31,8 @@ class NextTokenModel:
         head_matrix: the matrix of a tied head, ``[h, V]``, a transposed copy of the word embedding; 8-bit
             integers if the embedding is quantized. With tensor parallelism, it has only this rank's columns.
             None if the head is not tied.
-        small_head: if the head is tied and quantized, ``head_matrix`` together with its scales; else None.
+        quantized_head: if the head is tied and quantized, ``head_matrix`` together with its scales; else
+            None.
         switch_length: the length above which LongRoPE changes a sequence's rotary angles, which makes cached
             keys invalid. None for other models.
     """
@@ -40,13 +41,13 @@ class NextTokenModel:
         self.model, self.vocab_size, self._vocab_group = model, vocab_size, vocab_group
         self.switch_length: int | None = getattr(model.stages[0], "switch_length", None)
         self.head_matrix: paddle.Tensor | None = None
-        self.small_head: QuantizedMatrix | None = None
+        self.quantized_head: QuantizedMatrix | None = None
         if isinstance(model.stages[-1], TiedHead):
             # On a CPU, multiplying by a transposed [V, h] takes more than twice as long as by [h, V].
             with paddle.no_grad():
                 table, rows = model.stages[-1].word_embeddings, vocab_size if vocab_group is None else None
                 if isinstance(table, QuantizedEmbedding):
-                    self._head = self.small_head = table.head_matrix(rows)
+                    self._head = self.quantized_head = table.head_matrix(rows)
                 else:
                     self._head = PanelMatrix(table.weight[:rows].transpose([1, 0]).contiguous())
             self.head_matrix = self._head.weight

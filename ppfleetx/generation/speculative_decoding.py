@@ -123,12 +123,12 @@ def decode_with_drafts(
                 assistant.select(going_on)
         if assistant is None:
             drafts = [look_up(np.array(row.history), row.width).tolist() for row in rows]
-            count = best_draft_count([len(own) for own in drafts])
+            limit = best_draft_limit([len(own) for own in drafts])
         else:
             drafts = assistant.propose([row.history for row in rows], [row.width for row in rows])
-            count = max(len(own) for own in drafts)
+            limit = max(len(own) for own in drafts)
         for row, own in zip(rows, drafts, strict=True):
-            row.drafts = own[: min(count, batch.max_drafts)]
+            row.drafts = own[: min(limit, batch.max_drafts)]
         logits = batch.logits_with_drafts([row.drafts for row in rows])
 
 
@@ -194,7 +194,7 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
     return min(most, 2 * width if all_right else max(1, right))
 
 
-def best_draft_count(counts: Sequence[int]) -> int:
+def best_draft_limit(counts: Sequence[int]) -> int:
     """Return the limit of draft tokens per sequence for which the expected throughput of the next pass is
     highest. ``counts`` has the number of draft tokens found for each sequence."""
 

@@ -17,7 +17,7 @@ class Step:
         keeps: names of the tensors that the operation's backward pass needs.
         extra: memory kept for the backward pass in addition to named tensors, such as masks.
         scratch: temporary memory in the forward pass.
-        back: temporary memory in the backward pass, in addition to the gradients.
+        backward_scratch: temporary memory in the backward pass, in addition to the gradients.
         gradients: size of the gradients of the operation's parameters.
         view: whether the result shares the memory of the first input.
         reuses: whether the input's gradient reuses the memory of the result's gradient.
@@ -33,7 +33,7 @@ class Step:
     keeps: tuple[str, ...] = ()
     extra: float = 0.0
     scratch: float = 0.0
-    back: float = 0.0
+    backward_scratch: float = 0.0
     gradients: float = 0.0
     view: bool = False
     reuses: bool = False
@@ -90,15 +90,15 @@ class Tape:
         extra = sum(step.extra for step in self.steps)
         return sum(self._sizes[name] for name in self._held) + extra
 
-    def forward_peak(self, values: float = 0.0) -> float:
+    def forward_peak(self, fetched_bytes: float = 0.0) -> float:
         """Return the peak memory of the forward pass in bytes, not counting the inputs.
 
         Args:
-            values: bytes of the parameters that sharding stage 3 has fetched. They are added only while
-                operations that use parameters run.
+            fetched_bytes: bytes of the parameters that sharding stage 3 has fetched. They are added only
+                while operations that use parameters run.
         """
-        with_values, without = self._forward_peaks
-        return max(with_values + values, without)
+        with_fetched, without = self._forward_peaks
+        return max(with_fetched + fetched_bytes, without)
 
     @cached_property
     def _forward_peaks(self) -> tuple[float, float]:
@@ -131,16 +131,16 @@ class Tape:
             alive -= sum(self._sizes[n] for n in gone if n not in held and n not in self.inputs)
         return peaks[0], peaks[1]
 
-    def backward_peak(self, *, first: bool, values: float = 0.0) -> float:
+    def backward_peak(self, *, first: bool, fetched_bytes: float = 0.0) -> float:
         """Return the peak memory of the backward pass in bytes.
 
         Args:
             first: whether this is the first micro batch, which allocates the parameter gradients.
-            values: bytes of the parameters that sharding stage 3 has fetched. They are added only while
-                operations that use parameters run.
+            fetched_bytes: bytes of the parameters that sharding stage 3 has fetched. They are added only
+                while operations that use parameters run.
         """
-        with_values, without = self._backward_peaks[not first]
-        return max(with_values + values, without)
+        with_fetched, without = self._backward_peaks[not first]
+        return max(with_fetched + fetched_bytes, without)
 
     @cached_property
     def _backward_peaks(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -166,7 +166,9 @@ class Tape:
                 # Recomputation also produces the step's result again, which is not used.
                 backward = inner.backward_peak(first=first) + step.size - upstream
                 inside = max(inner.forward_peak(), backward)
-            moment = sum(new.values()) + step.back + step.gradients * (1 + self.new_gradient_share)
+            moment = (
+                sum(new.values()) + step.backward_scratch + step.gradients * (1 + self.new_gradient_share)
+            )
             peaks[step.uses_no_parameters] = max(peaks[step.uses_no_parameters], alive + max(moment, inside))
             if not new:  # a view, or a gradient that reuses memory
                 new = {step.reads[0]: upstream} if step.reads else {}

@@ -70,7 +70,7 @@ class HeadAttention(nn.Layer):
         self.window, self.recompute_core = spec.window, recompute_core
         self.dropout = factory.dropout(spec.dropout, inside_heads=True)
 
-    def whole(
+    def run_core(
         self,
         query: paddle.Tensor,
         key: paddle.Tensor,
@@ -133,7 +133,7 @@ class Attention(HeadAttention):
         self.options = replace(self.options, softcap=spec.softcap)
         self.qkv = factory.linear(spec.qkv)
         self.q_norm, self.k_norm = (None if norm is None else factory.norm(norm) for norm in spec.norms)
-        self.norms_outside = spec.head_norm is not None and spec.head_norm.over_heads
+        self.norms_outside = spec.head_norm is not None and spec.head_norm.has_gain_per_head
         self.out_proj = factory.linear(spec.out_proj)
 
     def forward(
@@ -168,7 +168,7 @@ class Attention(HeadAttention):
             key, value, penalty = cache.update(self.layer_index, key, value, self.window)
             context = joined(self.attend_heads(query, key, value, document_start, penalty))
         else:
-            context = self.whole(query, key, value, document_start)
+            context = self.run_core(query, key, value, document_start)
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
@@ -338,7 +338,7 @@ class LatentAttention(HeadAttention):
         query = self._queries(hidden, position_ids)
         compressed, turned = self._compressed(hidden, position_ids)
         if cache is None:
-            context = self.whole(*self._enter(query, *self._heads(compressed, turned)), document_start)
+            context = self.run_core(*self._enter(query, *self._heads(compressed, turned)), document_start)
             return self.out_proj(self.strategy.leave(context))
         own = compressed.transpose([1, 0, 2]).unsqueeze(1)
         held, held_turned, penalty = cache.update(self.layer_index, own, turned, self.window)

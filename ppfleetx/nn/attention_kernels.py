@@ -66,7 +66,9 @@ def attend(
     if options.kernel == "reference":
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
     if options.softcap is None:
-        obstacle = flash_obstacle(query, dropout, packed=document_start is not None, fused=options.fused)
+        obstacle = flash_obstacle(
+            query, dropout, has_documents=document_start is not None, fused=options.fused
+        )
     else:
         obstacle = "it has no soft limit of scores (Model.attn_logit_softcapping)"
     if options.kernel == "flash" and obstacle:
@@ -92,7 +94,8 @@ def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: Kern
     ``qkv [s, b, heads, 3, head size]``."""
     if options.kernel == "reference" or options.softcap or not options.fused.takes("packed_attention", qkv):
         return False
-    return flash_version(qkv.shape[-1], packed=False) == 2 and not flash_obstacle(qkv, dropout, packed=False)
+    is_version_2 = flash_version(qkv.shape[-1], has_documents=False) == 2
+    return is_version_2 and not flash_obstacle(qkv, dropout, has_documents=False)
 
 
 @functools.cache

@@ -107,7 +107,7 @@ class AttentionSpec:
 
     @property
     def norms(self) -> tuple[NormSpec, NormSpec] | tuple[None, None]:
-        if self.head_norm is None or not self.head_norm.over_heads:
+        if self.head_norm is None or not self.head_norm.has_gain_per_head:
             return self.head_norm, self.head_norm
         return replace(self.head_norm, size=self.q_width), replace(self.head_norm, size=self.kv_width)
 
@@ -155,34 +155,48 @@ class AttentionSpec:
         whole, turning = q + 2 * kv, q + kv
         kept = q * (keeps_queries or work.flash) + 2 * kv
         steps, source, each = [], "qkv", self.head_norm
-        if each is not None and each.over_heads:  # before positions are exchanged
+        if each is not None and each.has_gain_per_head:  # before positions are exchanged
             steps += each.tape(work, "normed", "qkv", turning)
-            steps.append(Step("qkv normed", whole, ("normed",), back=whole))
+            steps.append(Step("qkv normed", whole, ("normed",), backward_scratch=whole))
             source, each = "qkv normed", None
         if work.sep > 1:
-            steps.append(Step("qkv exchanged", whole, (source,), scratch=2 * whole, back=2 * whole))
+            steps.append(
+                Step("qkv exchanged", whole, (source,), scratch=2 * whole, backward_scratch=2 * whole)
+            )
             source = "qkv exchanged"
         if self.rotary_size is None and each is None:
             if self.queries_per_group == 1:
                 return [*steps, Step("heads", whole, (source,), view=True)]
-            return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
-        steps.append(Step("apart", whole, (source,), back=whole))
+            return [*steps, Step("heads", kept, (source,), scratch=whole - kept, backward_scratch=whole)]
+        steps.append(Step("apart", whole, (source,), backward_scratch=whole))
         if each is not None:
             steps += each.tape(work, "normed heads", "apart", turning)
         if self.rotary_size is not None:
             steps.append(self._turned(work, steps[-1].writes, turning))
         if work.on_cpu:
             kept -= kv  # values remain views of "apart", which is kept
-        return [*steps, Step("heads", kept, (steps[-1].writes,), scratch=whole - kept, back=turning)]
+        return [
+            *steps,
+            Step("heads", kept, (steps[-1].writes,), scratch=whole - kept, backward_scratch=turning),
+        ]
 
     def _turned(self, work: Work, source: str, turning: float) -> Step:
         part = turning * self.rotary_size / self.head_dim
         wide = part * 4 / work.activation_bytes
         if work.on_cpu:  # x * cos + partner * sin, with tables as large as x; both products keep their inputs
-            return Step("turned", turning, (source,), (source,), extra=3 * part, scratch=2 * part, back=part)
+            return Step(
+                "turned",
+                turning,
+                (source,),
+                (source,),
+                extra=3 * part,
+                scratch=2 * part,
+                backward_scratch=part,
+            )
         if work.fused:
             return Step("turned", turning, (source,))
-        return Step("turned", turning, (source,), extra=wide, scratch=2.5 * wide, back=2 * wide)  # in float32
+        # in float32
+        return Step("turned", turning, (source,), extra=wide, scratch=2.5 * wide, backward_scratch=2 * wide)
 
 
 def _pairs(work: Work, num_heads: int) -> float:
@@ -235,13 +249,15 @@ class CoreSizes:
         """
         core = self._steps(work)
         if recompute:
-            inner = Tape({"heads": qkv_bytes}, (*core, Step("flat", self.context, ("context",), back=0.0)))
+            inner = Tape(
+                {"heads": qkv_bytes}, (*core, Step("flat", self.context, ("context",), backward_scratch=0.0))
+            )
             steps = [Step("flat", self.context, ("heads",), inner=inner)]
         else:
             steps = [*core, Step("flat", self.context, ("context",))]
         if work.sep > 1:
             twice = 2 * self.context
-            steps.append(Step("flat here", self.context, ("flat",), scratch=twice, back=twice))
+            steps.append(Step("flat here", self.context, ("flat",), scratch=twice, backward_scratch=twice))
         return steps
 
     def _steps(self, work: Work) -> list[Step]:
@@ -249,13 +265,23 @@ class CoreSizes:
         whole = self.query + self.key + self.value
         if work.flash:
             rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
-            return [Step("context", self.context, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
+            return [
+                Step(
+                    "context",
+                    self.context,
+                    ("heads",),
+                    keeps,
+                    extra=rows,
+                    scratch=whole,
+                    backward_scratch=whole,
+                )
+            ]
         # Megatron-LM's fused kernel scales the scores; the reference kernel scales the queries. Keys and
         # values are views, so a matmul copies them.
         keeps = ("heads",) if work.fused else ("scaled", "heads")
         steps = [
             Step("scaled", self.query, ("heads",), view=work.fused),
-            Step("scores", n * e, ("scaled", "heads"), keeps, scratch=self.key, back=self.key),
+            Step("scores", n * e, ("scaled", "heads"), keeps, scratch=self.key, backward_scratch=self.key),
         ]
         softmax_bytes = 4 if self.softmax_in_fp32 and not work.fused else e
         if self.capped:
@@ -263,7 +289,7 @@ class CoreSizes:
         if not work.fused:
             if softmax_bytes != e:
                 steps.append(Step("wide scores", n * softmax_bytes, (steps[-1].writes,)))
-                steps.append(Step("unguarded", n * softmax_bytes, ("wide scores",), back=0.0))
+                steps.append(Step("unguarded", n * softmax_bytes, ("wide scores",), backward_scratch=0.0))
             steps.append(Step("masked", n * softmax_bytes, (steps[-1].writes,), reuses=True))
         steps.append(Step("softmax", n * softmax_bytes, (steps[-1].writes,), keeps=("softmax",)))
         if softmax_bytes != e:
@@ -271,7 +297,10 @@ class CoreSizes:
         if self.dropout > 0:
             steps.append(Step("dropped", n * e, (steps[-1].writes,), extra=n))
         reads = (steps[-1].writes, "heads")
-        return [*steps, Step("context", self.context, reads, reads, scratch=self.value, back=self.value)]
+        return [
+            *steps,
+            Step("context", self.context, reads, reads, scratch=self.value, backward_scratch=self.value),
+        ]
 
 
 @dataclass(frozen=True)
@@ -360,7 +389,9 @@ class LatentAttentionSpec:
     def _down(self, width: int) -> LinearSpec:
         """Declare a projection to a compressed vector. Every tensor-parallel rank computes the whole
         vector."""
-        return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
+        return LinearSpec(
+            self.hidden_size, width, "whole", self.down_bias, self.init, input_is_sequence_parallel=True
+        )
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
         parts, period = parts_of(widths), sum(widths.values())
@@ -415,7 +446,7 @@ class LatentAttentionSpec:
             source = "queries normed"
         steps += self.q_up.tape(work, "queries", source)
         steps += self.kv_down.tape(work, "keys and values down", reads)
-        steps.append(Step("compressed", work.part_of(self.kv_rank), ("keys and values down",)))
+        steps.append(Step("compressed", work.split_bytes_of(self.kv_rank), ("keys and values down",)))
         steps += self.kv_norm.tape(work, "compressed normed", "compressed")
         return [*steps, *self.kv_up.tape(work, "keys and values", "compressed normed")]
 
@@ -424,11 +455,20 @@ class LatentAttentionSpec:
         turning = q * self.rope_head_dim / self.head_dim
         wide = turning * 4 / work.activation_bytes
         kept = q * (keeps_queries or work.flash) + q + v
-        steps = [Step("query", q, ("queries",), extra=3 * wide, scratch=q + 2 * wide, back=q)]
+        steps = [Step("query", q, ("queries",), extra=3 * wide, scratch=q + 2 * wide, backward_scratch=q)]
         if work.sep > 1:
             whole = 2 * q + v
             steps.append(
-                Step("heads", kept, ("query", "keys and values"), scratch=3 * whole - kept, back=2 * whole)
+                Step(
+                    "heads",
+                    kept,
+                    ("query", "keys and values"),
+                    scratch=3 * whole - kept,
+                    backward_scratch=2 * whole,
+                )
             )
             return steps
-        return [*steps, Step("heads", kept, ("query", "keys and values"), scratch=q + v, back=q + v)]
+        return [
+            *steps,
+            Step("heads", kept, ("query", "keys and values"), scratch=q + v, backward_scratch=q + v),
+        ]

@@ -70,7 +70,7 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
     return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
 
 
-def counted_positions() -> paddle.Tensor | None:
+def local_loss_mask() -> paddle.Tensor | None:
     """Return the current micro batch's loss mask ``[s, b]`` at this rank's positions; None outside of a
     step."""
     place = _PLACE.get()
@@ -131,7 +131,7 @@ class AuxLossScope:
         value = value.sum()
         if not is_recomputing():
             same_on = self._factory.hidden_same_on if aux.same_on is None else aux.same_on
-            count = self._count(aux.divisor, micro_batch) / self._num_shares(same_on)
+            count = self._count(aux.divisor, micro_batch) / self._num_parts(same_on)
             self._record(aux.name, Sum(value.detach(), count, same_on))
         if self._divisors is None or value.stop_gradient or not paddle.is_grad_enabled():
             return hidden
@@ -165,9 +165,9 @@ class AuxLossScope:
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
-    def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Return how many ranks along ``mp`` and ``sep`` hold different parts of a loss. Ranks along the axes
-        ``same_on`` hold the same part, and count once."""
+    def _num_parts(self, same_on: Sequence[str]) -> int:
+        """Return the number of parts of a loss that the ranks along ``mp`` and ``sep`` hold. Ranks along the
+        axes ``same_on`` hold the same part, which counts once."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 

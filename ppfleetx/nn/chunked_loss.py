@@ -101,14 +101,14 @@ class ChunkedHead(nn.Layer):
         """Return the head's weight and bias, and whether the weight is stored as ``[columns, h]``."""
         raise NotImplementedError
 
-    def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def gathered_hidden(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Return the hidden states at the positions of this rank's labels. Under sequence parallelism, this
         gathers the positions from all tensor-parallel ranks."""
         raise NotImplementedError
 
     def logits_in_chunks(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
         with paddle.no_grad():
-            whole = self.entered(hidden)
+            whole = self.gathered_hidden(hidden)
             head = _HeadMatrix(*self.matrix(), self._matmul, self.capped)
         for begin, end in _edges(whole.shape[0], self.num_chunks):
             with paddle.no_grad():

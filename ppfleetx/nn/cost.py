@@ -94,7 +94,7 @@ class Work:
         """Return the bytes of activations ``[tokens, width]`` that sequence parallelism does not divide."""
         return self.tokens * width * self.activation_bytes
 
-    def part_of(self, width: float) -> float:
+    def split_bytes_of(self, width: float) -> float:
         """Return the bytes of one rank's part of activations ``[tokens, width]`` that sequence parallelism
         divides. Without sequence parallelism, the part is the whole."""
         return self.bytes_of(width) / self.split

@@ -12,7 +12,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
-from ppfleetx.nn.lora_and_quant_specs import quantizer_numbers
+from ppfleetx.nn.lora_and_quant_specs import quantizer_parameter_names
 from ppfleetx.nn.panel_matmul import InferenceLinear
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
@@ -159,7 +159,7 @@ class FakeQuantizer(nn.Layer):
         self._kept: paddle.Tensor | None = None
 
     def _number(self, name: str, value: float) -> paddle.Tensor | None:
-        if name not in quantizer_numbers(self.cfg):
+        if name not in quantizer_parameter_names(self.cfg):
             return None
         return self.create_parameter([1], dtype="float32", default_initializer=nn.initializer.Constant(value))
 

@@ -26,13 +26,13 @@ _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 
 
 def flash_obstacle(
-    query: paddle.Tensor, dropout: nn.Layer, *, packed: bool, fused: FusedOps | None = None
+    query: paddle.Tensor, dropout: nn.Layer, *, has_documents: bool, fused: FusedOps | None = None
 ) -> str | None:
     """Return the reason why flash attention cannot process ``query`` here; None if it can.
 
     Args:
         dropout: dropout of the attention weights.
-        packed: whether a row holds several documents.
+        has_documents: whether a row holds several documents.
         fused: the fused operators in use; None: there are none.
     """
     if not on_gpu():  # NO_FUSED_OPS as the default argument would break the tracing of exports
@@ -40,7 +40,7 @@ def flash_obstacle(
     if query.dtype not in HALF_PRECISION:
         return _not_in_16_bits(query)
     head_size = query.shape[-1]
-    version = flash_version(head_size, packed=packed)
+    version = flash_version(head_size, has_documents=has_documents)
     # In training mode, a backward pass is assumed to follow.
     return unsupported_reason(
         version, _capability(paddle.get_device()), head_size, drops=drops(dropout), trains=dropout.training
@@ -105,12 +105,12 @@ def unsupported_reason(
     return None
 
 
-def flash_version(head_size: int, *, packed: bool) -> int:
-    """Return the version of flash attention that Paddle runs for heads of this size. ``packed``: whether a
-    row holds several documents."""
+def flash_version(head_size: int, *, has_documents: bool) -> int:
+    """Return the version of flash attention that Paddle runs for heads of this size. ``has_documents``:
+    whether a row holds several documents."""
     # In deterministic mode, Paddle honors the flag only for packed documents with head sizes up to 128.
     version = _flag("FLAGS_flash_attn_version", 2)
-    takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
+    takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not has_documents or head_size > 128)
     return 2 if takes_other else version
 
 

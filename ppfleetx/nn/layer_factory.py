@@ -36,7 +36,7 @@ from ppfleetx.nn.layers import (
     VocabParallelEmbedding,
 )
 from ppfleetx.nn.lora import LoraBranch
-from ppfleetx.nn.lora_and_quant_specs import adapter, linear_kind, quantizer, quantizer_numbers
+from ppfleetx.nn.lora_and_quant_specs import adapter, linear_kind, quantizer, quantizer_parameter_names
 from ppfleetx.nn.loss import token_loss, token_scores
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
@@ -133,7 +133,9 @@ class LocalFactory:
         keeps = self.keeps_weights or linear.weight.stop_gradient
         fake = FakeQuantizer(cfg, **self._maxima(linear, cfg), follows=follows, keeps=keeps)
         matrix, split = linear.weight.spec, self.sequence_parallel
-        return self._declared(fake, quantizer(matrix, quantizer_numbers(cfg), sequence_parallel=split))
+        return self._declared(
+            fake, quantizer(matrix, quantizer_parameter_names(cfg), sequence_parallel=split)
+        )
 
     def _maxima(self, linear: nn.Layer, cfg: QuantizationConfig) -> dict[str, Reduce]:
         """Return the keyword arguments ``over_weight`` and ``over_input`` of the linear's
@@ -366,7 +368,7 @@ class TensorParallelFactory(LocalFactory):
         return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
 
     def norm(self, spec: NormSpec) -> nn.Layer:
-        if not spec.over_heads or spec.head_size is not None:
+        if not spec.has_gain_per_head or spec.head_size is not None:
             return super().norm(spec)
         specs = self._parameters(spec)
         (size,) = placed(specs["weight"], self.mesh, self.rank).local_shape

@@ -55,8 +55,8 @@ class LinearSpec:
             (``rows``) or none (``whole``).
         kind: kind of the matrix, see :class:`ParamSpec`.
         parts: the matrices that are fused into this one; empty if it is a single matrix.
-        of_trunk: whether the input has only this rank's positions under sequence parallelism. Only set if
-            ``cut`` is ``whole``.
+        input_is_sequence_parallel: whether the input has only this rank's positions under sequence
+            parallelism. Only set if ``cut`` is ``whole``.
     """
 
     in_features: int
@@ -66,7 +66,7 @@ class LinearSpec:
     init: Init
     kind: str = "matrix"
     parts: tuple[Part, ...] = ()
-    of_trunk: bool = False
+    input_is_sequence_parallel: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Declare ``weight`` and, if the layer has one, ``bias``."""
@@ -74,7 +74,7 @@ class LinearSpec:
             self.cut, (REPLICATE, REPLICATE)
         )
         # A row-parallel layer adds the bias after the reduce-scatter, to this rank's positions only.
-        is_partial = sequence_parallel and (self.cut == "rows" or self.of_trunk)
+        is_partial = sequence_parallel and (self.cut == "rows" or self.input_is_sequence_parallel)
         partial_weight = is_partial and self.cut == "whole"
         shape = (self.in_features, self.out_features)
         weight = dense(shape, self.init, self.kind, mp=of_weight, partial=partial_weight, parts=self.parts)
@@ -84,30 +84,34 @@ class LinearSpec:
         bias = dense(shape[1:], Constant(0.0), "bias", mp=of_bias, partial=is_partial, parts=parts)
         return {"weight": weight, "bias": bias}
 
-    def _here(self, work: Work) -> tuple[float, float]:
+    def _local_features(self, work: Work) -> tuple[float, float]:
         """Return the numbers of input and output features of this linear on one rank."""
         rows, columns = (work.mp if self.cut == cut else 1 for cut in ("rows", "columns"))
         return self.in_features / rows, self.out_features / columns
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
-        return matmul(name, part, self._rows(work), *self._here(work))
+        return matmul(name, part, self._num_rows(work), *self._local_features(work))
 
-    def _rows(self, work: Work) -> float:
-        return work.tokens / (work.split if self.of_trunk else 1)
+    def _num_rows(self, work: Work) -> float:
+        return work.tokens / (work.split if self.input_is_sequence_parallel else 1)
 
     def gradient_bytes(self, work: Work) -> float:
         """Return the bytes of the gradient of ``weight`` on one rank."""
-        return math.prod(self._here(work)) * work.gradient_bytes
+        return math.prod(self._local_features(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """Return the operations of the linear layer for the memory simulation
         (:mod:`ppfleetx.nn.activation_memory`)."""
         gradients = self.gradient_bytes(work)
-        read, size = (self._rows(work) * width * work.activation_bytes for width in self._here(work))
+        read, size = (
+            self._num_rows(work) * width * work.activation_bytes for width in self._local_features(work)
+        )
 
         def product(writes: str, reads: str) -> Step:
             if work.rounds_matmuls:  # keeps the rounded input
-                return Step(writes, size, (reads,), extra=read / 2, back=size / 2, gradients=gradients)
+                return Step(
+                    writes, size, (reads,), extra=read / 2, backward_scratch=size / 2, gradients=gradients
+                )
             return Step(writes, size, (reads,), keeps=(reads,), gradients=gradients)
 
         if self.cut == "rows" and work.split > 1:
@@ -122,7 +126,11 @@ class LinearSpec:
             return [*steps, product(writes, reads)]
         # On a CPU the bias is expanded to all rows by another product (`_add_bias` in nn/layers.py).
         bare = product(f"{writes} without bias", reads)
-        return [*steps, bare, Step(writes, size, (bare.writes,), scratch=size, back=size, reuses=True)]
+        return [
+            *steps,
+            bare,
+            Step(writes, size, (bare.writes,), scratch=size, backward_scratch=size, reuses=True),
+        ]
 
 
 @dataclass(frozen=True)
@@ -132,12 +140,12 @@ class NormSpec:
     Attributes:
         kind: a value of ``Model.normalization``.
         gain: initial value of the gain.
-        inside_heads: whether this is a norm of queries or keys that normalizes each head separately, with one
-            gain ``[head size]`` for all heads.
-        over_heads: whether this is a norm of queries or keys with a gain ``[heads * head size]``. Tensor
-            parallelism then slices the gain.
-        head_size: with ``over_heads``: head size, if each head is normalized separately; None: all heads are
-            normalized together, as one vector.
+        shares_gain_over_heads: whether this is a norm of queries or keys that normalizes each head
+            separately, with one gain ``[head size]`` for all heads.
+        has_gain_per_head: whether this is a norm of queries or keys with a gain ``[heads * head size]``.
+            Tensor parallelism then slices the gain.
+        head_size: with ``has_gain_per_head``: head size, if each head is normalized separately; None: all
+            heads are normalized together, as one vector.
         before_split: whether the input has all positions, even under sequence parallelism.
     """
 
@@ -145,8 +153,8 @@ class NormSpec:
     size: int
     epsilon: float
     gain: float = 1.0
-    inside_heads: bool = False
-    over_heads: bool = False
+    shares_gain_over_heads: bool = False
+    has_gain_per_head: bool = False
     head_size: int | None = None
     before_split: bool = False
 
@@ -156,9 +164,9 @@ class NormSpec:
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
-        sees_all = self.before_split or self.over_heads
-        partial = self.inside_heads or (sequence_parallel and not sees_all)
-        mp = Shard(0) if self.over_heads else REPLICATE
+        sees_all = self.before_split or self.has_gain_per_head
+        partial = self.shares_gain_over_heads or (sequence_parallel and not sees_all)
+        mp = Shard(0) if self.has_gain_per_head else REPLICATE
         heads = range(self.size // self.head_size) if self.head_size is not None else ()
         parts = tuple(Part(str(n), 0, self.size, n * self.head_size, self.head_size) for n in heads)
         return {
@@ -167,7 +175,7 @@ class NormSpec:
         }
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
-        moved = work.part_of(self.size)
+        moved = work.split_bytes_of(self.size)
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
@@ -176,20 +184,22 @@ class NormSpec:
         Args:
             size: bytes of the input; None: the input is the hidden states at this rank's positions.
         """
-        u = work.part_of(self.size) if size is None else size
+        u = work.split_bytes_of(self.size) if size is None else size
         if self.head_size is not None:  # norm without gain, then the gains, all in float32
             wide = u * 4 / work.activation_bytes
             normal = f"{writes} without gain"
             one = replace(self, head_size=None).tape(work, normal, reads, wide)
-            return [*one, Step(writes, u, (normal,), keeps=(normal,), back=wide)]
+            return [*one, Step(writes, u, (normal,), keeps=(normal,), backward_scratch=wide)]
         is_rms, e = self.kind.startswith("RMSNorm"), work.activation_bytes
         if not is_rms or work.on_cpu or work.fused:
             scratch, back = u if is_rms else 0.0, 2 * u if work.on_cpu else 0.0
-            return [Step(writes, u, (reads,), keeps=(reads,), scratch=scratch, back=back)]
+            return [Step(writes, u, (reads,), keeps=(reads,), scratch=scratch, backward_scratch=back)]
         wide = u * 4 / e  # computed from a float32 copy
-        copy = Step(f"{writes} in float32", wide, (reads,), back=0.0)
+        copy = Step(f"{writes} in float32", wide, (reads,), backward_scratch=0.0)
         masked = u if e != 4 else 0.0
-        out = Step(writes, u, (copy.writes,), (copy.writes,), extra=masked, scratch=wide, back=2 * wide)
+        out = Step(
+            writes, u, (copy.writes,), (copy.writes,), extra=masked, scratch=wide, backward_scratch=2 * wide
+        )
         return [copy, out]
 
 

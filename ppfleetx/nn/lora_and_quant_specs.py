@@ -64,7 +64,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
         result[name] = replace(spec, trains=False) if is_frozen else spec
         linear, kind = name.removesuffix(".weight"), linear_kind(spec)
         if linear != name and kind is not None and cfg.quantizes(linear, kind):
-            result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_numbers(cfg)))
+            result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_parameter_names(cfg)))
     return result
 
 
@@ -129,7 +129,7 @@ def linear_kind(matrix: ParamSpec) -> str | None:
     return _KINDS.get((axis, matrix.placement(axis)))
 
 
-def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
+def quantizer_parameter_names(cfg: QuantizationConfig) -> tuple[str, ...]:
     """Return the names of the fake-quantizer parameters that ``cfg`` requires."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",

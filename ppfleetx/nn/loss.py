@@ -65,12 +65,12 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
         losses = ops.cross_entropy(logits, labels.astype("int64"))
         if paddle.is_grad_enabled():
             return losses.astype("float32")
-        return losses + _nothing_if_finite(logits).astype("float64")
+        return losses + _nan_if_not_finite(logits).astype("float64")
     columns = labels.unsqueeze(-1)
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
     softmax, losses = _C_ops.cross_entropy_with_softmax(logits, columns, False, True, True, -100, -1)
-    exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits).astype("float64")
+    exact = losses.squeeze(-1).astype("float64") + _nan_if_not_finite(logits).astype("float64")
     # Paddle's CPU kernel adds exponentials one by one in float32, so over 50,000 columns its loss is about
     # 1e-5 too low. A row of its softmax adds up to the true sum of exponentials divided by the kernel's sum,
     # so the logarithm of this row sum corrects the loss.
@@ -91,9 +91,9 @@ def _parallel_entropy(logits: paddle.Tensor, labels: paddle.Tensor, group: Any) 
     losses = losses.squeeze(-1)
     if paddle.is_grad_enabled():
         return losses
-    nothing = _nothing_if_finite(logits)
+    nan_or_zero = _nan_if_not_finite(logits)
     on_cpu = softmax.place.is_cpu_place()
-    parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
+    parts = paddle.stack([nan_or_zero.astype("float64"), _row_sums(softmax)]) if on_cpu else nan_or_zero
     distributed.all_reduce(parts, group=group)  # includes non-finite logits on other ranks
     exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
     return losses.astype("float64") + exact
@@ -133,7 +133,7 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
     return paddle.to_tensor(sums.astype(np.float64))
 
 
-def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
+def _nan_if_not_finite(logits: paddle.Tensor) -> paddle.Tensor:
     """Return ``[s, b]``: 0 for each position whose ``logits [s, b, columns]`` are all finite, NaN for the
     others."""
     # Paddle's cross entropy on the CPU turns NaN logits into a finite number.

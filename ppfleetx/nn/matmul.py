@@ -149,7 +149,8 @@ class Matmul:
         if not paddle.in_dynamic_mode():  # while exporting
             return _product(x, weight, bias, is_transposed)
         on_cpu = bfloat16.in_autocast()
-        weight, bias = self._low(weight), None if bias is None else self._low(bias)
+        weight = self._copy_or_parameter(weight)
+        bias = None if bias is None else self._copy_or_parameter(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         adds = trains and self.adds_to_main_gradient(weight)
         goes_on = paddle.is_grad_enabled() and not x.stop_gradient
@@ -201,7 +202,8 @@ class Matmul:
             x: rows, sorted by group.
             counts: number of rows in each group.
         """
-        weight, bias = self._low(weight), None if bias is None else self._low(bias)
+        weight = self._copy_or_parameter(weight)
+        bias = None if bias is None else self._copy_or_parameter(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         defers = self.defers and trains and not x.stop_gradient
         work = _GroupedWork(weight, counts)
@@ -235,7 +237,7 @@ class Matmul:
         self.uses["weight_cast"] += 1
         return copy
 
-    def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
+    def _copy_or_parameter(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """Return the 16-bit copy of ``parameter`` if copies are kept (:meth:`kept`), else ``parameter``. In
         both cases, ``parameter`` gets the gradient."""
         if self._dtype is None or self._copies is None or bfloat16.in_autocast():
@@ -295,7 +297,7 @@ class Matmul:
 
     def _defer(self, rest: _WeightGradient) -> None:
         self.uses["deferred"] += 1
-        self._open.append(partial(_give_gradient, rest))
+        self._open.append(partial(_compute_deferred, rest))
 
 
 def _product(
@@ -536,7 +538,7 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     return (of_input if finish is None else finish()), of_weight
 
 
-class _Given(PyLayer):
+class _DeferredGradient(PyLayer):
     """Autograd function that computes a weight's deferred gradient in its backward pass, so that the weight's
     hooks run as usual. The forward pass computes nothing."""
 
@@ -551,13 +553,13 @@ class _Given(PyLayer):
         return rest.compute()
 
 
-def _give_gradient(rest: _WeightGradient) -> None:
+def _compute_deferred(rest: _WeightGradient) -> None:
     weight = rest.work.weight
     is_away = weight.is_leaf and not weight._is_initialized()  # stage 3: only the owner has the values
     if is_away:
         paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle reads the weight's device
     with paddle.enable_grad():
-        _Given.apply(weight, rest).backward()
+        _DeferredGradient.apply(weight, rest).backward()
     if is_away and weight._is_initialized():
         weight._clear_data()
 

@@ -76,14 +76,14 @@ class MLPSpec:
         size, between = work.bytes_of(self.ffn_hidden_size / work.mp), f"{active} in part"
         if self.is_gated:
             if not work.on_cpu and not work.fused:  # one kernel, after a copy that separates gate and up
-                return [Step(active, size, (fc1,), keeps=(fc1,), scratch=size, back=2 * size)]
-            silu = Step(between, size, (fc1,), keeps=(fc1,), back=size)
-            return [silu, Step(active, size, (between, fc1), keeps=(between, fc1), back=size)]
+                return [Step(active, size, (fc1,), keeps=(fc1,), scratch=size, backward_scratch=2 * size)]
+            silu = Step(between, size, (fc1,), keeps=(fc1,), backward_scratch=size)
+            return [silu, Step(active, size, (between, fc1), keeps=(between, fc1), backward_scratch=size)]
         if self.activation == "relu2":
             relu = Step(between, size, (fc1,), keeps=(between,))
             return [relu, Step(active, size, (between,), keeps=(between,))]
         if self.activation == "quick_gelu":  # x sigmoid(1.702 x)
-            sigmoid = Step(between, size, (fc1,), keeps=(between,), scratch=size, back=size)
+            sigmoid = Step(between, size, (fc1,), keeps=(between,), scratch=size, backward_scratch=size)
             return [sigmoid, Step(active, size, (between, fc1), keeps=(between, fc1))]
         keeps = active if self.activation == "relu" else fc1
         return [Step(active, size, (fc1,), keeps=(keeps,))]
@@ -154,7 +154,9 @@ class MoESpec:
         scaled."""
         if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
             return None
-        return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
+        return LinearSpec(
+            self.hidden_size, 1, "whole", False, self.expert.init, "router", input_is_sequence_parallel=True
+        )
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -202,18 +204,18 @@ class MoESpec:
         return idle * self.hidden_size * width
 
     def operations(self, work: Work) -> Iterator[Operation]:
-        rows, scores = self._rows(work), work.tokens / work.split * self.cfg.num_experts * 4
-        moved, part = rows.part_of(self.hidden_size), work.part_of(self.hidden_size)
+        expert_work, scores = self._work_of_experts(work), work.tokens / work.split * self.cfg.num_experts * 4
+        moved, part = expert_work.split_bytes_of(self.hidden_size), work.split_bytes_of(self.hidden_size)
         yield matmul("router", "mlp", work.tokens / work.split, self.hidden_size, self.cfg.num_experts)
         yield elementwise("choice", "mlp", 4 * scores, 4 * scores, 6)
         yield elementwise("dispatch", "mlp", part + moved, moved + part)
-        yield from self.expert.operations(rows)
+        yield from self.expert.operations(expert_work)
         yield elementwise("combine", "mlp", moved + part, 2 * moved + part)
         if self.shared is not None:
             yield from self.shared.operations(work)
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
-    def _rows(self, work: Work, load: float = 1.0) -> Work:
+    def _work_of_experts(self, work: Work, load: float = 1.0) -> Work:
         """Return a copy of ``work`` for the experts on one rank. Its ``micro_batch`` is scaled to the rows
         routed to these experts. Its ``mp`` is the number of ranks that slice each expert. Sequence
         parallelism is off.
@@ -233,15 +235,16 @@ class MoESpec:
         """Return the operations of the layer for the memory simulation
         (:mod:`ppfleetx.nn.activation_memory`), on the rank whose experts process the most rows. The output
         tensor is named ``writes``; names of intermediate tensors begin with ``writes``."""
-        rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
+        expert_work = self._work_of_experts(work, work.imbalance)
+        size = work.split_bytes_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
-        sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)
-        travels = work.ep > 1 or rows.mp > 1
+        sent, here = self.sent_bytes(work), expert_work.bytes_of(self.hidden_size)
+        travels = work.ep > 1 or expert_work.mp > 1
         names = [f"{writes}: {name}" for name in ("scores", "rows", "experts", "routed")]
         there, back = (
             f"{writes}: {name}" if travels else names[at] for name, at in (("there", 1), ("back", 2))
         )
-        of_experts = self.expert.tape(rows, names[2], there)
+        of_experts = self.expert.tape(expert_work, names[2], there)
         gradients = float(self.hidden_size * self.cfg.num_experts * work.gradient_bytes)
         steps = [
             Step(names[0], scores, (reads,), keeps=(reads, names[0]), scratch=scores, gradients=gradients),

@@ -16,7 +16,7 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.moe import BATCH_LOSSES
 from ppfleetx.nn import routing as choices
-from ppfleetx.nn.aux_loss import AuxLoss, counted_positions, with_aux_loss
+from ppfleetx.nn.aux_loss import AuxLoss, local_loss_mask, with_aux_loss
 from ppfleetx.nn.matmul import Counts
 from ppfleetx.nn.mlp import MLP, Activation
 from ppfleetx.nn.mlp_spec import MoESpec
@@ -59,18 +59,18 @@ class Router(nn.Layer):
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(self._input(hidden), self.weight.astype("float32"))
             routing = choices.route(logits, self.cfg.top_k, self.cfg.router, self.bias)
-            counts = counted_positions()
-            if counts is None:  # outside of a step
+            loss_mask = local_loss_mask()
+            if loss_mask is None:  # outside of a step
                 return routing, None, []
-            counts = counts.astype("float32")
-            kept = self._kept(routing, counts)
+            loss_mask = loss_mask.astype("float32")
+            kept = self._kept(routing, loss_mask)
             with paddle.no_grad():
                 chosen = choices.chosen_mask(routing.choice, self.cfg.num_experts)
                 of_loss = self._counted_by_loss(chosen, routing)
                 statistics = list(self._statistics(routing, kept))
                 if self.training and not is_recomputing():
-                    self._keep_count(chosen, of_loss, counts)
-            return routing, kept, [*statistics, *self._losses(logits, routing, of_loss, counts)]
+                    self._keep_count(chosen, of_loss, loss_mask)
+            return routing, kept, [*statistics, *self._losses(logits, routing, of_loss, loss_mask)]
 
     def _input(self, hidden: paddle.Tensor) -> paddle.Tensor:
         hidden, jitter = hidden.astype("float32"), self.jitter
@@ -79,11 +79,11 @@ class Router(nn.Layer):
         with getattr(jitter, "stream", nullcontext)():
             return hidden * paddle.uniform(hidden.shape, min=1.0 - jitter.p, max=1.0 + jitter.p)
 
-    def _kept(self, routing: choices.Routing, counts: paddle.Tensor) -> paddle.Tensor | None:
+    def _kept(self, routing: choices.Routing, loss_mask: paddle.Tensor) -> paddle.Tensor | None:
         capacity = self.cfg.capacity
         if capacity is None or not self.training:
             return None
-        known = (routing.choice, routing.weights.detach(), counts)
+        known = (routing.choice, routing.weights.detach(), loss_mask)
         kept = choices.within_capacity(
             *(self.factory.all_positions(values) for values in known),
             num_experts=self.cfg.num_experts,
@@ -97,9 +97,9 @@ class Router(nn.Layer):
         if kept is not None:
             yield AuxLoss("dropped_choices", 1.0 - kept.mean(-1), 0.0)
 
-    def _keep_count(self, chosen: paddle.Tensor, of_loss: paddle.Tensor, counts: paddle.Tensor) -> None:
+    def _keep_count(self, chosen: paddle.Tensor, of_loss: paddle.Tensor, loss_mask: paddle.Tensor) -> None:
         # Only positions that count in the loss.
-        seen = (paddle.stack([chosen, of_loss]) * counts.unsqueeze(-1)).sum([1, 2])
+        seen = (paddle.stack([chosen, of_loss]) * loss_mask.unsqueeze(-1)).sum([1, 2])
         self.seen = seen if self.seen is None else self.seen + seen
 
     def _losses(
@@ -107,11 +107,11 @@ class Router(nn.Layer):
         logits: paddle.Tensor,
         routing: choices.Routing,
         of_loss: paddle.Tensor,
-        counts: paddle.Tensor,
+        loss_mask: paddle.Tensor,
     ) -> Iterator[AuxLoss]:
         cfg, balance, scores = self.cfg, self.cfg.aux_loss, routing.scores
         if balance.kind == "sequence":
-            sums = self.factory.sum_over_positions(choices.sequence_sums(scores, of_loss, counts))
+            sums = self.factory.sum_over_positions(choices.sequence_sums(scores, of_loss, loss_mask))
             value = choices.sequence_balance(sums, cfg.top_k)
             yield AuxLoss("balance_loss", value, balance.weight, "sequences", _WHOLE_SEQUENCES)
         elif balance.kind in BATCH_LOSSES:

@@ -223,14 +223,14 @@ def _is_replica(axis: str, view: RankGrid) -> bool:
     return axis in view.replicas and axis != "ep"
 
 
-def counts(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
+def counts_in_norm(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
     """Return whether ``rank`` includes the gradient of its slice in the gradient norm. Of the ranks along
     :func:`norm_axes` that hold the same slice, only the first includes it. The caller must exclude ranks that
     do not own the parameter, and tied copies in later pipeline stages."""
     return _is_first_copy(spec, mesh, rank, norm_axes(spec.view, mesh))
 
 
-def writes(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
+def writes_to_checkpoint(spec: ParamSpec, mesh: Mesh, rank: int) -> bool:
     """Return whether ``rank`` writes its slice of the parameter into a checkpoint. Of the ranks that hold the
     same slice, only the first writes it. The caller must exclude ranks that do not own the parameter, and
     tied copies in later pipeline stages."""

@@ -114,7 +114,7 @@ class RotaryEmbedding:
     Attributes:
         switch_length: largest sequence length for which LongRoPE uses its angles for short sequences; None:
             one set of angles serves all lengths. If it is set, ``position_ids`` must be results of
-            :func:`places`.
+            :func:`rotary_table_rows`.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -219,7 +219,9 @@ class RotaryEmbedding:
         return cos.astype("float32"), sin.astype("float32")
 
 
-def places(position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int) -> paddle.Tensor:
+def rotary_table_rows(
+    position_ids: paddle.Tensor, lengths: paddle.Tensor, switch_length: int
+) -> paddle.Tensor:
     """Convert ``position_ids [b, s]`` to row indices of LongRoPE's cos and sin tables.
 
     Args:

@@ -253,7 +253,7 @@ class QuantizedLinear(nn.Layer):
         super().__init__()
         self.bias, self.enter, self.leave = linear.bias, enter, leave
         self.spec: ParamSpec = linear.weight.spec
-        self.weight, self.scale = _stored(self, linear.weight, form, declare)
+        self.weight, self.scale = _make_parameters(self, linear.weight, form, declare)
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -271,7 +271,7 @@ class QuantizedGroupedLinear(nn.Layer):
         super().__init__()
         self.bias, self.form = linear.bias, form
         self.spec: ParamSpec = linear.weight.spec
-        self.weight, self.scale = _stored(self, linear.weight, form, declare)
+        self.weight, self.scale = _make_parameters(self, linear.weight, form, declare)
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
@@ -395,7 +395,7 @@ def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tens
     return parameter
 
 
-def _stored(
+def _make_parameters(
     layer: nn.Layer, matrix: paddle.Tensor, form: Form, declare: Declare
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Create the parameters that store the integers and the scales of a matrix ``[in, out]`` or

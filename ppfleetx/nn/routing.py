@@ -74,16 +74,16 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 # -- values of the auxiliary losses (:class:`~ppfleetx.nn.aux_loss.AuxLoss`)
 
 
-def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
+def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, loss_mask: paddle.Tensor) -> paddle.Tensor:
     """Return three weighted sums over the positions of each sequence on this rank: the choices of each
     expert, the scores of each expert, and the number of positions. The sums are concatenated to
     ``[b, 2 * experts + 1]``.
 
     Args:
         scores, chosen: ``[s, b, experts]``; ``chosen`` is 1 for chosen experts, else 0.
-        counts: ``[s, b]``, weight of each position.
+        loss_mask: ``[s, b]``, weight of each position.
     """
-    of_each = counts.unsqueeze(-1)
+    of_each = loss_mask.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
 
@@ -136,7 +136,7 @@ def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle
 def within_capacity(
     choice: paddle.Tensor,
     weights: paddle.Tensor,
-    counts: paddle.Tensor,
+    loss_mask: paddle.Tensor,
     *,
     num_experts: int,
     factor: float,
@@ -146,20 +146,20 @@ def within_capacity(
     choices, 0 for dropped ones. All positions of the sequences must be on this rank.
 
     Args:
-        counts: ``[s, b]``, 1 for positions that count in the loss, else 0. The choices of other positions are
-            never dropped.
+        loss_mask: ``[s, b]``, 1 for positions that count in the loss, else 0. The choices of other positions
+            are never dropped.
         factor: capacity factor. In each sequence, an expert keeps at most ``factor`` times the mean number of
             choices per expert.
         policy: ``position``: an expert keeps the choices of the first positions. ``probs``: an expert keeps
             the choices with the largest weights.
     """
-    chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
+    chosen = chosen_mask(choice, num_experts) * loss_mask.unsqueeze(-1)
     if policy == "position":
         place = chosen.cumsum(0)
     else:
         order = paddle.zeros_like(chosen).put_along_axis(choice, weights, -1) * chosen
         place = order.argsort(0, descending=True, stable=True).argsort(0) + 1.0
-    limit = factor * choice.shape[-1] / num_experts * counts.sum(0)
+    limit = factor * choice.shape[-1] / num_experts * loss_mask.sum(0)
     limit = (limit * (1 - 1e-6)).ceil().reshape([1, -1, 1])  # float32 can round to just above an integer
     dropped = (chosen * (place > limit).astype(chosen.dtype)).take_along_axis(choice, -1)
     return 1.0 - dropped

@@ -204,15 +204,16 @@ class Route:
         return sorted_by_expert(self.passing[None, None], 0)  # sorts by place instead of by expert
 
     @cached_property
-    def _order(self) -> paddle.Tensor:
+    def _by_expert(self) -> paddle.Tensor:
         """Indices that sort rows by expert. The rows come from all ranks that slice the same experts
         (``emp``), and have already been gathered."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
-    def _as_gathered(self) -> paddle.Tensor:
-        """Indices that undo the sort by expert (:attr:`_order`). The selected rows of each rank along ``emp``
-        are again padded to :attr:`_longest`. The contents of padding rows are arbitrary."""
+    def _by_source(self) -> paddle.Tensor:
+        """Indices that undo :attr:`_by_expert`: rows are again ordered by the ranks from which they were
+        gathered. The rows of each rank along ``emp`` are again padded to :attr:`_longest`. The contents of
+        padding rows are arbitrary."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
@@ -235,13 +236,13 @@ class Route:
             rows = alltoall_rows(rows, self.passing.sum(0), self._received, self.within)
         if self.emp is not None:
             rows = gather_rows(rows, self._longest, self.emp)
-        return rows.index_select(self._order)
+        return rows.index_select(self._by_expert)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Return the experts' outputs for the rows that this rank passed to :meth:`spread`, in the same
         order. The outputs of ranks that slice the same experts are summed. Each output is sent to the rank
         that forwarded its row."""
-        rows = rows.index_select(self._as_gathered)
+        rows = rows.index_select(self._by_source)
         if self.emp is not None:
             total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
             distributed.stream.reduce_scatter(total, rows, group=self.emp)

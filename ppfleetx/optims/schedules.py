@@ -66,28 +66,28 @@ class Schedule:
         in total. It is one of these two numbers, depending on ``unit``."""
         return samples if self.unit == "sample" else steps
 
-    def lr(self, step: int) -> float:
-        """Return the learning rate at position ``step``, which counts from 1. Raises ConfigError if the
-        learning rate is negative or not finite."""
-        if step <= self.warmup_steps:
-            return self.max_lr * step / self.warmup_steps
-        if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
+    def lr(self, position: int) -> float:
+        """Return the learning rate at ``position``, which counts from 1. Raises ConfigError if the learning
+        rate is negative or not finite."""
+        if position <= self.warmup_steps:
+            return self.max_lr * position / self.warmup_steps
+        if position > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
             return self.min_lr
-        return self._own_rate(step)
+        return self._own_rate(position)
 
-    def _own_rate(self, step: int) -> float:
-        rate = SCHEDULES.make(self.decay_style, step, self)
+    def _own_rate(self, position: int) -> float:
+        rate = SCHEDULES.make(self.decay_style, position, self)
         if isinstance(rate, Real) and math.isfinite(rate) and rate >= 0:
             return rate
-        rule = f"must return a finite number, 0 or more, as the learning rate of {self.unit} {step}"
+        rule = f"must return a finite number, 0 or more, as the learning rate of {self.unit} {position}"
         raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
-    def weight_decay(self, step: int) -> float:
-        """Return the weight decay at position ``step``, which counts from 1. It is constant, or a linear or
+    def weight_decay(self, position: int) -> float:
+        """Return the weight decay at ``position``, which counts from 1. It is constant, or a linear or
         cosine ramp that ends at ``weight_decay_steps``."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
-        ratio = min(step / self.weight_decay_steps, 1.0)
+        ratio = min(position / self.weight_decay_steps, 1.0)
         if self.weight_decay_style == "cosine":
             ratio = 0.5 * (1.0 + math.cos(math.pi * (1.0 - ratio)))
         return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * ratio
@@ -195,8 +195,8 @@ def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
         **_weight_decay(cfg_optimizer, length),
         unit=lr.unit,
     )
-    for step in (math.floor(schedule.warmup_steps) + 1, max(schedule.decay_steps, 1)):
-        schedule.lr(step)
+    for position in (math.floor(schedule.warmup_steps) + 1, max(schedule.decay_steps, 1)):
+        schedule.lr(position)
     return schedule
 
 

@@ -18,14 +18,14 @@ from ppfleetx.nn.fused_ops import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.param_spec import (
     Axes,
     ParamSpec,
-    counts,
+    counts_in_norm,
     gradient_sums,
     groups_needed,
     in_order,
     kept_equal_over,
     may_lack_gradient,
     norm_axes,
-    writes,
+    writes_to_checkpoint,
 )
 from ppfleetx.optims.gradients import complete_gradient, is_in_use, scale_to_norm, squared_norm
 from ppfleetx.parallel.grad_buckets import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
@@ -67,7 +67,7 @@ class GradientSync:
         self._tied_group, self._values = tied_group, values
         self._mine = [p for p in self.parameters if sharding is None or sharding.owns(p)]
         self._counted = {
-            view: [p for p in self._mine if p.spec.view == view and self._ask(counts, p)]
+            view: [p for p in self._mine if p.spec.view == view and self._is_responsible(counts_in_norm, p)]
             for view in ((DENSE, EXPERTS) if has_experts else (DENSE,))
         }
         self._early: set[int] = set()  # ids of parameters whose gradients are summed in the backward pass
@@ -150,16 +150,16 @@ class GradientSync:
 
     def writes(self, parameter: paddle.Tensor) -> bool:
         """Return whether this rank writes its slice of the parameter into a checkpoint."""
-        return self._ask(writes, parameter)
+        return self._is_responsible(writes_to_checkpoint, parameter)
 
-    def _ask(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Return the result of ``chosen`` for the parameter and this rank, but False if another rank owns the
-        parameter or an earlier pipeline stage holds a tied copy. ``chosen`` is :func:`counts` or
-        :func:`writes` of :mod:`ppfleetx.nn.param_spec`."""
+    def _is_responsible(self, is_first_copy: Callable[..., bool], parameter: paddle.Tensor) -> bool:
+        """Return the result of ``is_first_copy`` for the parameter and this rank, but False if another rank
+        owns the parameter or an earlier pipeline stage holds a tied copy. ``is_first_copy`` is
+        :func:`counts_in_norm` or :func:`writes_to_checkpoint` of :mod:`ppfleetx.nn.param_spec`."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
-        is_first = not is_copy or self._tied_group.rank == 0
-        return owns and is_first and chosen(parameter.spec, self._ctx.mesh, self._ctx.rank)
+        is_first_tied = not is_copy or self._tied_group.rank == 0
+        return owns and is_first_tied and is_first_copy(parameter.spec, self._ctx.mesh, self._ctx.rank)
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:

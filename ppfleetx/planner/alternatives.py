@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ppfleetx.config.parallel_plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.communication import groups_sharing_node
+from ppfleetx.planner.communication import independent_groups_per_node
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.prediction import Prediction
 
@@ -98,10 +98,10 @@ def _verdict(best: Prediction, plan: ParallelPlan) -> str:
 def _slower(best: Prediction, other: Prediction) -> str:
     slower = other.time.seconds / best.time.seconds - 1
     if slower <= 0 and other.likely_at_most > best.likely_at_most:
+        groups = independent_groups_per_node(other.job.plan, other.cluster)
         return (
             f"predicted to take {other.time.seconds:.3f} s, but likely up to {other.likely_at_most:.3f} s, "
-            f"because {groups_sharing_node(other.job.plan, other.cluster)} tensor-parallel groups share a "
-            "node."
+            f"because {groups} tensor-parallel groups share a node."
         )
     if slower <= 0:
         return f"as fast as the best ({other.time.seconds:.3f} s)."

@@ -102,7 +102,7 @@ def _group(size: int, stride: int, per_node: int) -> Group:
     return Group(size, inside, max(1, per_node // inside))
 
 
-def groups_sharing_node(plan: ParallelPlan, cluster: Cluster) -> int:
+def independent_groups_per_node(plan: ParallelPlan, cluster: Cluster) -> int:
     """Return the number of tensor-parallel groups on a node if they communicate at different times; otherwise
     1.
 

@@ -119,7 +119,7 @@ def _start(job: Job, held: Held, kept: float) -> float:
     # A 16-bit parameter is initialized in float32. Its float32 values add to the peak unless they become the
     # master copy, which ``kept`` includes.
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
-    drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
+    drawn = (kept * end / held.used + 4.0 * size for end, size in held.init_sizes) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)  # Paddle creates a layer in float32
 
 
@@ -255,7 +255,9 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
         there = 0.0 if first else gradients
         forward = not first or job.accumulate == 1
         fetched = _fetched(job, held)
-        peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients, values=fetched)
+        peak, grown = _pass_peak(
+            runs, first=first, forward=forward, most_gradients=gradients, fetched_bytes=fetched
+        )
         logits_here = logits if last else 0.0
         kept_here = max(0.0, beside) + kept
         temporary = peak - kept - (grown if first else 0.0) + _rounded_weights(job, held)
@@ -295,7 +297,7 @@ def _bytes_in_transit(job: Job, stage: int) -> float:
 
 
 def _pass_peak(
-    runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, values: float
+    runs: list[_EqualLayers], *, first: bool, forward: bool, most_gradients: float, fetched_bytes: float
 ) -> tuple[float, float]:
     """Return (peak memory during the passes of one micro batch, gradients in it), in bytes.
 
@@ -307,19 +309,19 @@ def _pass_peak(
         first: whether this is the first micro batch, whose backward pass allocates the gradients.
         forward: whether to include the forward pass.
         most_gradients: upper limit of the bytes of gradients.
-        values: bytes of parameters that are fetched during the passes.
+        fetched_bytes: bytes of parameters that are fetched during the passes.
     """
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
     for run in runs:
         end = before + run.tape.kept * (run.count - 1)
         if forward:
-            peak = max(peak, end + run.tape.forward_peak(values))
+            peak = max(peak, end + run.tape.forward_peak(fetched_bytes))
         starts.append((before, end))
         before = end + run.tape.kept
     grown = 0.0
     for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
-        need = run.tape.backward_peak(first=first, values=values)
+        need = run.tape.backward_peak(first=first, fetched_bytes=fetched_bytes)
         # During the backward pass of a run, activations shrink and gradients grow, each at a constant rate,
         # so the peak is at the last or the first layer.
         for below, later in ((end, 0), (start, run.count - 1)):

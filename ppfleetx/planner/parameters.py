@@ -25,15 +25,15 @@ class Held:
     A rank owns the parameters that it updates under ZeRO.
 
     Attributes:
-        values: elements that the rank needs in a pass, without quantized weights.
+        used: elements that the rank needs in a pass, without quantized weights.
         resident: elements held between steps, without quantized weights.
         stored: bytes of quantized weights held between steps.
         trained: trainable elements.
         owned: trainable elements that the rank owns.
         largest_layer: elements of the largest layer.
-        fills: a pair (n, size) for each distinct parameter size, without quantized weights. In model order,
-            the parameters up to and including the last one of this size have n elements in total. The peak
-            memory of initialization is computed from these pairs.
+        init_sizes: a pair (n, size) for each distinct parameter size, without quantized weights. In model
+            order, the parameters up to and including the last one of this size have n elements in total. The
+            peak memory of initialization is computed from these pairs.
         num_tensors: number of parameters.
         whole: trainable elements that every tensor-parallel rank holds in full.
         partial: trainable elements whose gradients are summed over ``mp`` under sequence parallelism.
@@ -41,13 +41,13 @@ class Held:
         owned_experts: owned elements that belong to experts.
     """
 
-    values: int
+    used: int
     resident: int
     stored: int
     trained: int
     owned: int
     largest_layer: int
-    fills: tuple[tuple[int, int], ...]
+    init_sizes: tuple[tuple[int, int], ...]
     num_tensors: int
     whole: int
     partial: int
@@ -139,7 +139,7 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
     sizes, trained = [one.size for one in held if not one.stored], [one for one in held if one.trains]
     ends = dict(zip(sizes, accumulate(sizes), strict=True))
     return Held(
-        values=sum(sizes),
+        used=sum(sizes),
         resident=largest_share((one, one.size) for one in held if not one.stored) if fetches else sum(sizes),
         stored=largest_share((one, one.stored) for one in held)
         if fetches
@@ -147,7 +147,7 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
         trained=sum(one.size for one in trained),
         owned=largest_share((one, one.size) for one in trained),
         largest_layer=max((sum(one.size for one in group) for group, _ in runs), default=0),
-        fills=tuple((end, size) for size, end in ends.items()),
+        init_sizes=tuple((end, size) for size, end in ends.items()),
         num_tensors=len(held),
         whole=sum(one.size for one in trained if one.whole),
         partial=sum(one.size for one in trained if one.partial),

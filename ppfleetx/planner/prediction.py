@@ -136,15 +136,15 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 
 def run_prediction(cfg: RunConfig, device: str, *, device_name: str = "") -> Prediction | None:
-    """Predict the memory and the step time of a configured run. Returns None if :func:`prediction_of_memory`
+    """Predict the memory and the step time of a configured run. Returns None if :func:`memory_prediction`
     does, and if the card's speed in the run's data type is unknown."""
-    prediction = prediction_of_memory(cfg, device, device_name)
+    prediction = memory_prediction(cfg, device, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
         return None
     return prediction
 
 
-def prediction_of_memory(cfg: RunConfig, device: str, device_name: str = "") -> Prediction | None:
+def memory_prediction(cfg: RunConfig, device: str, device_name: str = "") -> Prediction | None:
     """Predict the memory of a configured run under its own plan; None if the run does not train the built-in
     GPT.
 

@@ -11,7 +11,7 @@ from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import EXPERT_IMBALANCE
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.plan_to_config import plan_text
-from ppfleetx.planner.prediction import Prediction, prediction_of_memory
+from ppfleetx.planner.prediction import Prediction, memory_prediction
 from ppfleetx.planner.search import SearchResult
 
 _BESIDE = ("total", "start", "host")
@@ -121,7 +121,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
     The list is empty if the run does not train the built-in GPT.
     """
-    prediction = prediction_of_memory(cfg, device)
+    prediction = memory_prediction(cfg, device)
     if prediction is None:
         return []
     stages, card = prediction.memory, prediction.cluster.card

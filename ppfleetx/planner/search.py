@@ -127,19 +127,19 @@ class _Search:
             self.found.too_large += 1
             return True
         every_fits = True
-        for fitted in _batches(self.job, plan):
-            every_fits &= self._all_fit(fitted)
+        for job in _batches(self.job, plan):
+            every_fits &= self._try_recompute(job)
         return not every_fits
 
-    def _all_fit(self, fitted: Job) -> bool:
-        """Try ``fitted``, a job with a plan and a micro batch size, with more and more recompute, and keep
+    def _try_recompute(self, job: Job) -> bool:
+        """Try ``job``, a job with a plan and a micro batch size, with more and more recompute, and keep
         the best candidates. Returns False if a checked candidate does not fit into memory, otherwise True.
 
         A search for the fastest plan stops at the first candidate that fits or is too slow, because more
         recompute would be slower still.
         """
         all_fit = True
-        for candidate in _recomputing(fitted):  # from the least recompute, which is fastest, to the most
+        for candidate in _recomputing(job):  # from the least recompute, which is fastest, to the most
             prediction = Prediction(candidate, self.cluster)
             if self.goal == "time" and self.short.has_no_room_for(prediction.estimated_at_most):
                 self.found.slower += 1

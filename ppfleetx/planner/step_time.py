@@ -22,7 +22,7 @@ from ppfleetx.planner.communication import (
     expert_all_to_all_seconds,
     gather_seconds,
     group_of,
-    groups_sharing_node,
+    independent_groups_per_node,
     message_seconds,
 )
 from ppfleetx.planner.job import CacheKey, Job, operations_key, passes_key
@@ -89,7 +89,7 @@ _LOW, _HIGH = 0.93, 1.10
 within them (``docs/planner.md``)."""
 _HIGH_PER_DOUBLING = 0.12
 """The increase of the upper bound for each doubling of the number of tensor-parallel groups that share a node
-(:func:`ppfleetx.planner.communication.groups_sharing_node`).
+(:func:`ppfleetx.planner.communication.independent_groups_per_node`).
 """
 
 
@@ -97,7 +97,7 @@ def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
     """Return the lower and the upper bound of the likely step time, as factors of the predicted time."""
     # In published runs with several tensor-parallel groups on a node, some micro batches took up to two
     # thirds longer than predicted, for unknown reasons.
-    return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(groups_sharing_node(job.plan, cluster))
+    return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(independent_groups_per_node(job.plan, cluster))
 
 
 @dataclass(frozen=True)

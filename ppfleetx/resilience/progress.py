@@ -15,14 +15,14 @@ class Progress:
         place: the activity, such as "reading data".
         step: optimizer step; None before the first.
         since: time of the last progress (``time.monotonic``).
-        is_under_way: whether the start is over. The watchdog has a separate time limit for the start.
+        is_past_start: whether the start is over. The watchdog has a separate time limit for the start.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        self.place, self.step, self.is_under_way = "starting", None, False
+        self.place, self.step, self.is_past_start = "starting", None, False
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:

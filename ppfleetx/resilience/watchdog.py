@@ -98,19 +98,19 @@ class Watchdog:
     @property
     def _timeout(self) -> float:
         limits = self._limits
-        return limits.timeout if self._progress.is_under_way else limits.start_timeout
+        return limits.timeout if self._progress.is_past_start else limits.start_timeout
 
     def _quiet_seconds(self) -> float:
         """Return the seconds since this rank last made progress; 0 during the rendezvous at the start. Unlike
-        in :meth:`_silent_seconds`, CPU and file activity can count as progress."""
+        in :meth:`_seconds_without_record`, CPU and file activity can count as progress."""
         if self._progress.place == MEETING:
             return 0.0
-        latest = max(time.monotonic() - self._silent_seconds(), self._excused)
-        if self._silent_seconds() < self._longest_computing:
+        latest = max(time.monotonic() - self._seconds_without_record(), self._excused)
+        if self._seconds_without_record() < self._longest_computing:
             latest = max(latest, self._worked)
         return time.monotonic() - latest
 
-    def _silent_seconds(self) -> float:
+    def _seconds_without_record(self) -> float:
         """Return the seconds since the program last recorded progress, or began or ended a collective, send
         or receive. The time in which the process was suspended does not count."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
@@ -122,7 +122,7 @@ class Watchdog:
         limits = self._limits
         # There is no limit at the start, which can take long, and none for a single process, for which no
         # other rank waits.
-        if not self._progress.is_under_way or self._who.world_size == 1:
+        if not self._progress.is_past_start or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
@@ -132,7 +132,7 @@ class Watchdog:
         suspended."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
-            now, silence, quiet = time.monotonic(), self._silent_seconds(), self._quiet_seconds()
+            now, silence, quiet = time.monotonic(), self._seconds_without_record(), self._quiet_seconds()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
         if late > self._seconds_for_reports:
@@ -164,7 +164,7 @@ class Watchdog:
         self._computes, moves = self._work.look(share=_WORKING_SHARE, size=_WORKING_BYTES)
         if not self._limits.counts_work and (self._record.reads or self._progress.place in _ON_DEVICE):
             self._computes = moves = False
-        works = moves or (self._computes and self._silent_seconds() < self._longest_computing)
+        works = moves or (self._computes and self._seconds_without_record() < self._longest_computing)
         if works:
             self._worked = time.monotonic()
         return works

@@ -107,7 +107,7 @@ def disk() -> None:
     sync = os.fsync
 
     def dead(descriptor: Any) -> None:
-        if is_chosen() and PROGRESS.is_under_way:
+        if is_chosen() and PROGRESS.is_past_start:
             reached()
             for_ever()
         sync(descriptor)

@@ -86,7 +86,7 @@ def test_where_it_can_serve(
 def test_float32_takes_the_reference(gpu):
     gpu(A100)
     query = paddle.zeros([1, 1, 1, 2, 8])
-    obstacle = flash.flash_obstacle(query, dropout_of(0.0, True), packed=False)
+    obstacle = flash.flash_obstacle(query, dropout_of(0.0, True), has_documents=False)
     assert obstacle == "it needs float16 or bfloat16, the activations are float32"
 
 
@@ -103,7 +103,7 @@ def test_float32_takes_the_reference(gpu):
 )
 def test_the_version_is_the_one_paddle_takes(gpu, flags, head_size, packed, version):
     gpu(H100, **flags)
-    assert flash.flash_version(head_size, packed=packed) == version
+    assert flash.flash_version(head_size, has_documents=packed) == version
 
 
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="flash may be able to run")

@@ -96,7 +96,7 @@ def test_gradients_of_a_norm_over_many_rows(kind, size, monkeypatch):
 @pytest.mark.parametrize("kind", ["LayerNormNoBias", "RMSNorm", "RMSNorm1P"])
 @pytest.mark.parametrize("training", [True, False])
 def test_norm_of_each_head_with_a_gain_of_its_own(kind, training):
-    layer = LocalFactory().norm(NormSpec(kind, 12, 1e-3, over_heads=True, head_size=4))
+    layer = LocalFactory().norm(NormSpec(kind, 12, 1e-3, has_gain_per_head=True, head_size=4))
     layer.train() if training else layer.eval()
     assert dict(layer.named_parameters()).keys() == layer.state_dict().keys() == {"weight"}
     gain, x, upstream = RNG.normal(size=12), RNG.normal(size=(3, 2, 12)) * 3, RNG.normal(size=(3, 2, 12))

@@ -23,14 +23,14 @@ from ppfleetx.nn.param_spec import (
     PARTIAL,
     ParamSpec,
     Shard,
-    counts,
+    counts_in_norm,
     gradient_sums,
     groups_needed,
     kept_equal_over,
     norm_axes,
     owner_axes,
     placed,
-    writes,
+    writes_to_checkpoint,
 )
 from ppfleetx.nn.quantized import with_quantized_weights
 from tests.models.gpt_builders import VARIANTS, tiny_config
@@ -123,8 +123,8 @@ def test_what_follows_is_what_each_parameter_needs(declared, size):
                 assert owners == (("sharding",) if plan.sharding > 1 else ())
                 assert kept_equal_over(spec, mesh) == (("mp",) if dim is None and plan.mp > 1 else ())
                 one = dim is not None or at["mp"] == 0
-                assert counts(spec, mesh, rank) == one
-                assert writes(spec, mesh, rank) == (one and at["dp"] == at["sep"] == 0)
+                assert counts_in_norm(spec, mesh, rank) == one
+                assert writes_to_checkpoint(spec, mesh, rank) == (one and at["dp"] == at["sep"] == 0)
 
 
 def test_what_trains_and_what_is_tied(declared):
@@ -210,14 +210,14 @@ def test_of_experts_each_element_is_written_and_counted_once(plan, ep, emp, spec
     owner = {rank: not axes or mesh.ranks_over(rank, axes)[-1] == rank for rank in ranks}
     written = np.zeros(spec.shape, int)
     for rank in ranks:
-        if owner[rank] and writes(spec, mesh, rank):
+        if owner[rank] and writes_to_checkpoint(spec, mesh, rank):
             info = placed(spec, mesh, rank)
             written[tuple(slice(o, o + n) for o, n in zip(info.offset, info.local_shape, strict=True))] += 1
     assert (written == 1).all()
     normed = norm_axes(EXPERTS, mesh)
     for rank in ranks:
         group = mesh.ranks_over(rank, normed) if normed else (rank,)
-        counted = [r for r in group if owner.get(r) and counts(spec, mesh, r)]
+        counted = [r for r in group if owner.get(r) and counts_in_norm(spec, mesh, r)]
         sizes = [math.prod(placed(spec, mesh, r).local_shape) for r in counted]
         assert sum(sizes) == math.prod(spec.shape), "squares that are summed are those of the whole"
     summed = [axis for axes in gradient_sums(spec, mesh) for axis in axes] + list(axes)

@@ -83,7 +83,7 @@ def test_where_its_attention_serves(ops, dtype, probability, said):
     """The plugin drops attention weights only in the backward pass, so it is not used with dropout."""
     dropout = paddle.nn.Dropout(probability)
     query = paddle.zeros([1, 1, 1, 4, 64]).astype(dtype)
-    found = flash.flash_obstacle(query, dropout, packed=True, fused=ops)
+    found = flash.flash_obstacle(query, dropout, has_documents=True, fused=ops)
     assert found is None if said is None else said in found
 
 

@@ -9,10 +9,17 @@ GRADIENTS = "tests.nn.test_whole_linears:gradients"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("of_trunk", [False, True])
-def test_gradients_are_those_of_one_card(pools, sequence_parallel, of_trunk):
-    (one,) = pools(1).run(GRADIENTS, mp=1, sequence_parallel=False, of_trunk=of_trunk)
-    for rank in pools(2).run(GRADIENTS, mp=2, sequence_parallel=sequence_parallel, of_trunk=of_trunk):
+@pytest.mark.parametrize("input_is_sequence_parallel", [False, True])
+def test_gradients_are_those_of_one_card(pools, sequence_parallel, input_is_sequence_parallel):
+    (one,) = pools(1).run(
+        GRADIENTS, mp=1, sequence_parallel=False, input_is_sequence_parallel=input_is_sequence_parallel
+    )
+    for rank in pools(2).run(
+        GRADIENTS,
+        mp=2,
+        sequence_parallel=sequence_parallel,
+        input_is_sequence_parallel=input_is_sequence_parallel,
+    ):
         assert set(rank) == set(one) == {"weight", "quant.weight_clip", "quant.input_clip", "a", "b"}
         for name, values in one.items():
             assert any(values), name
@@ -22,7 +29,7 @@ def test_gradients_are_those_of_one_card(pools, sequence_parallel, of_trunk):
 # -- in the ranks
 
 
-def gradients(mp: int, sequence_parallel: bool, of_trunk: bool) -> dict[str, list[float]]:
+def gradients(mp: int, sequence_parallel: bool, input_is_sequence_parallel: bool) -> dict[str, list[float]]:
     """Gradients of an adapter and of learned bounds, summed over ranks according to their declarations."""
     import paddle
     from paddle import distributed
@@ -37,7 +44,9 @@ def gradients(mp: int, sequence_parallel: bool, of_trunk: bool) -> dict[str, lis
 
     group = group_of(list(range(mp))) if mp > 1 else None
     factory = LocalFactory() if group is None else TensorParallelFactory(group, sequence_parallel)
-    linear = factory.linear(LinearSpec(6, 4, "whole", False, Constant(), of_trunk=of_trunk))
+    linear = factory.linear(
+        LinearSpec(6, 4, "whole", False, Constant(), input_is_sequence_parallel=input_is_sequence_parallel)
+    )
     clips = {f"{part}_preprocess_type": "PACT" for part in ("weight", "activation")}
     cfg = QuantizationConfig(enable=True, activation_quantize_type="abs_max", weight_bits=4, **clips)
     quantize_linear(linear, factory.quantizer(linear, cfg, follows=True))
@@ -48,7 +57,7 @@ def gradients(mp: int, sequence_parallel: bool, of_trunk: bool) -> dict[str, lis
         if "clip" not in name:
             parameter.set_value(rng.standard_normal(parameter.shape).astype("float32"))
     x, factors = (rng.standard_normal([8, 1, width]).astype("float32") for width in (6, 4))
-    if of_trunk and sequence_parallel:
+    if input_is_sequence_parallel and sequence_parallel:
         x, factors = (np.split(array, mp)[group.rank] for array in (x, factors))
     x = paddle.to_tensor(x)
     ((linear(x) + branch(x)) * paddle.to_tensor(factors)).sum().backward()

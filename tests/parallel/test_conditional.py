@@ -65,7 +65,9 @@ def train(
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)
             size = spec.hidden_size
-            self.extra = factory.linear(LinearSpec(size, size, "whole", False, Normal(0.1), of_trunk=True))
+            self.extra = factory.linear(
+                LinearSpec(size, size, "whole", False, Normal(0.1), input_is_sequence_parallel=True)
+            )
 
         def transform(self, hidden: Any, *arguments: Any) -> Any:
             weight = (self.extra.weight.astype("float64") * 1.0).astype(hidden.dtype)
@@ -75,7 +77,9 @@ def train(
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)
             size = spec.hidden_size
-            self.extra = factory.linear(LinearSpec(size, size, "whole", True, Normal(0.1), of_trunk=True))
+            self.extra = factory.linear(
+                LinearSpec(size, size, "whole", True, Normal(0.1), input_is_sequence_parallel=True)
+            )
 
         def transform(self, hidden: Any, *arguments: Any) -> Any:
             hidden = super().transform(hidden, *arguments)

@@ -117,7 +117,9 @@ def _register_three() -> None:
             super().__init__(factory, spec, **arguments)
             self.factory = factory
             size = spec.hidden_size
-            self.router = factory.linear(LinearSpec(size, 2, "whole", False, Normal(0.2), of_trunk=True))
+            self.router = factory.linear(
+                LinearSpec(size, 2, "whole", False, Normal(0.2), input_is_sequence_parallel=True)
+            )
 
         def mlp_branch(self, hidden: Any) -> Any:
             """How much of it is taken is up to a router, whose logits are kept small."""

@@ -93,7 +93,7 @@ def test_the_planner_sees_which_blocks_a_stage_has() -> None:
     traits = ArchitectureTraits(spec=wide_spec)
     ARCHITECTURES.register("OneWideBlock", "ppfleetx.models.gpt.stages:gpt_stages", traits=traits)
     plain, wide = (small_job(Plan(pp=2), name=name) for name in ("GPT", "OneWideBlock"))
-    first, last = ([held_parameters(one, stage).values for one in (plain, wide)] for stage in (0, 1))
+    first, last = ([held_parameters(one, stage).used for one in (plain, wide)] for stage in (0, 1))
     assert first[1] - first[0] == parameter_count(wide.model) - parameter_count(plain.model) > 0
     assert last[1] == last[0]
     memory, other = (Prediction(one, Cluster(load_card("A100-80GB"))).memory for one in (plain, wide))

@@ -13,7 +13,7 @@ from ppfleetx.config.parallel_plan import AXES, ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.cards import GIB, load_card
-from ppfleetx.planner.communication import Cluster, groups_sharing_node
+from ppfleetx.planner.communication import Cluster, independent_groups_per_node
 from ppfleetx.planner.job import Job, Precision
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.prediction import Prediction
@@ -131,7 +131,7 @@ def intervals(published: PublishedTimes) -> list[Interval]:
     found = []
     for row in rows_of(published.name):
         step, cluster = _step(row, published), _cluster(published)
-        rivals = groups_sharing_node(case_of_row(row, published.vocab_size).plan, cluster)
+        rivals = independent_groups_per_node(case_of_row(row, published.vocab_size).plan, cluster)
         found.append(Interval(float(row["seconds"]), step.seconds, step.interval[2], rivals))
     return found
 

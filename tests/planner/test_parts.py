@@ -149,12 +149,12 @@ def test_operations_follow_the_papers():
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_hold_the_whole_model(tied):
     one = held_parameters(small_job(tie_word_embeddings=tied), 0)
-    assert one.values == one.owned == parameter_count(small_job(tie_word_embeddings=tied).model)
+    assert one.used == one.owned == parameter_count(small_job(tie_word_embeddings=tied).model)
     two = [
         held_parameters(small_job(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)
     ]
     copies = VOCAB * H if tied else 0
-    assert sum(held.values for held in two) == one.values + copies
+    assert sum(held.used for held in two) == one.used + copies
 
 
 def test_frozen_small_weights_take_their_own_bytes():
@@ -165,16 +165,16 @@ def test_frozen_small_weights_take_their_own_bytes():
     matrices = LAYERS * 12 * H**2
     scales = matrices // 16 + VOCAB
     assert after.stored == matrices // 2 + VOCAB * H + 4 * scales and before.stored == 0
-    assert before.values - after.values == matrices + VOCAB * H
+    assert before.used - after.used == matrices + VOCAB * H
     assert after.trained == before.trained == LAYERS * 4 * 16 * H
     memory, other = (stage_memory(one, Cluster(load_card("A100-80GB")), 0) for one in (plain, small))
-    assert other.parameters == 2 * after.values + after.stored < memory.parameters
+    assert other.parameters == 2 * after.used + after.stored < memory.parameters
 
 
 def test_sharding_divides_states():
     held = held_parameters(small_job(ParallelPlan(sharding=2)), 0)
-    assert held.values == parameter_count(small_job().model)
-    assert held.values / 2 <= held.owned < held.values * 0.6
+    assert held.used == parameter_count(small_job().model)
+    assert held.used / 2 <= held.owned < held.used * 0.6
 
 
 @pytest.mark.parametrize("stage", [2, 3])

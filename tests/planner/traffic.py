@@ -133,4 +133,4 @@ def _sharding(job: Job, stage: int) -> float:
     if plan.sharding_stage < 3:
         return gradients + _half(n, held.trained * job.precision.parameter_bytes)
     twice = _word_table(job) if plan.pp == 1 and ties_ends(job) else 0.0
-    return gradients + 2 * job.accumulate * _half(n, (held.values + twice) * job.precision.parameter_bytes)
+    return gradients + 2 * job.accumulate * _half(n, (held.used + twice) * job.precision.parameter_bytes)

@@ -278,21 +278,21 @@ def test_a_job_that_was_stopped_as_a_whole_does_not_hang_when_it_goes_on(tmp_pat
     assert watchdog._quiet_seconds() == pytest.approx(1000.0, abs=5)
     watchdog._notice_sleep(970.0)
     assert watchdog._quiet_seconds() == pytest.approx(31.0, abs=5)
-    assert watchdog._silent_seconds() == pytest.approx(31.0, abs=5)
+    assert watchdog._seconds_without_record() == pytest.approx(31.0, abs=5)
 
 
 def test_computing_counts_for_a_while(tmp_path):
     watchdog = watching(tmp_path)
     watchdog._work = SimpleNamespace(look=lambda **_: (True, False))
     watchdog._progress.since -= 170.0
-    watchdog._progress.is_under_way = True
+    watchdog._progress.is_past_start = True
     assert watchdog._look_at_work() and watchdog._quiet_seconds() < 5
     watchdog._progress.since -= 20.0  # more than three time-outs
     assert not watchdog._look_at_work() and watchdog._computes
     assert watchdog._quiet_seconds() > 180
-    watchdog._progress.is_under_way = False  # a start may take long
+    watchdog._progress.is_past_start = False  # a start may take long
     assert watchdog._look_at_work()
-    watchdog._progress.is_under_way = True
+    watchdog._progress.is_past_start = True
     watchdog._work = SimpleNamespace(look=lambda **_: (True, True))
     assert watchdog._look_at_work()  # it moves data
 

@@ -333,7 +333,7 @@ class Engine:
             pruned=None if self._pruning is None else self._pruning.zero_share,
         )
         PROGRESS.beat(RESTING)
-        PROGRESS.is_under_way = True
+        PROGRESS.is_past_start = True
         self._notify("on_step_end", record)
         return None
 

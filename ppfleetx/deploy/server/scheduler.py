@@ -30,7 +30,7 @@ from ppfleetx.generation.continuous_batching import ContinuousBatch
 from ppfleetx.generation.decoding_session import NextTokenModel
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.sampling import TokenScore, choose_tokens, embedding_of, score_prompt, score_tokens
-from ppfleetx.generation.speculative_decoding import MOST_ROWS, best_draft_count
+from ppfleetx.generation.speculative_decoding import MOST_ROWS, best_draft_limit
 from ppfleetx.utils.log import get_logger
 
 _RETRY_SECONDS = 1
@@ -226,9 +226,9 @@ class Scheduler:
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(model.rows) > MOST_ROWS:
             return model.batch.next_logits().unsqueeze(0)
-        count = min(best_draft_count([row.draft(most) for row in model.rows]), model.batch.max_drafts)
+        limit = min(best_draft_limit([row.draft(most) for row in model.rows]), model.batch.max_drafts)
         for row in model.rows:
-            row.drafts = row.drafts[:count]
+            row.drafts = row.drafts[:limit]
         return model.batch.logits_with_drafts([row.drafts for row in model.rows])
 
     def _choose(

@@ -171,9 +171,9 @@ class GenerationProgram(nn.Layer):
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
             self.head = Matrix(self.head_matrix)
-            if next_token.small_head is not None:
-                self.register_buffer("head_scale", next_token.small_head.scale)
-                self.head = QuantizedProgramMatrix(next_token.small_head)
+            if next_token.quantized_head is not None:
+                self.register_buffer("head_scale", next_token.quantized_head.scale)
+                self.head = QuantizedProgramMatrix(next_token.quantized_head)
             self.matrices.append(self.head)
 
     @property

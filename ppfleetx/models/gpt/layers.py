@@ -17,7 +17,7 @@ from ppfleetx.nn.attention import KeyValueCache
 from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.chunked_loss import ChunkedHead, ChunkTarget, DeferredLogits
 from ppfleetx.nn.layer_spec import NormSpec
-from ppfleetx.nn.positions import Positions, Rotary, places
+from ppfleetx.nn.positions import Positions, Rotary, rotary_table_rows
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.recompute import may_recompute, recompute
 from ppfleetx.nn.stage import LayerFactory
@@ -31,7 +31,7 @@ class HiddenState(NamedTuple):
     Attributes:
         hidden: ``[s, b, h]``; under sequence or context parallelism, this rank's positions.
         position_ids: ``[b, s]``; for LongRoPE, row indices into its cos and sin tables
-            (:func:`~ppfleetx.nn.positions.places`). None if the blocks do not need them.
+            (:func:`~ppfleetx.nn.positions.rotary_table_rows`). None if the blocks do not need them.
         document_start: ``[b, s]``, the first position that each position can attend to; None: no limit.
     """
 
@@ -84,7 +84,7 @@ class Embedding(nn.Layer):
         if self.switch_length is not None:
             # Done here once for all blocks, with the position ids of whole sequences.
             lengths = position_ids.max(axis=1, keepdim=True) + 1 if cache is None else cache.row_lengths()
-            position_ids = places(position_ids, lengths, self.switch_length)
+            position_ids = rotary_table_rows(position_ids, lengths, self.switch_length)
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
     def embed(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
@@ -247,12 +247,12 @@ class LanguageHead(ChunkedHead):
         loss or, if gradients are disabled, a list with the result of each chunk.
         """
         if target is not None:
-            return self.run_chunks(self.entered(state[0]), target)
+            return self.run_chunks(self.gathered_hidden(state[0]), target)
         if self.defers((state, cache)):
             return DeferredLogits(self, state[0])
         return self.capped(self.logits(state[0]))
 
-    def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
+    def gathered_hidden(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self.factory.enter_head(hidden)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:

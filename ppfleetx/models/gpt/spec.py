@@ -56,7 +56,8 @@ class EmbeddingSpec:
         return [elementwise("embedding", "edge", moved, moved, 3)]
 
     def tape(self, work: Work) -> Tape:
-        size, part, ids = work.bytes_of(self.words.width), work.part_of(self.words.width), work.tokens * 8
+        size, part = work.bytes_of(self.words.width), work.split_bytes_of(self.words.width)
+        ids = work.tokens * 8
         steps = [Step("words", size, ("ids",), extra=2 * ids, gradients=self.words.gradient_bytes(work))]
         if self.multiplier != 1.0:
             steps.append(Step("words, multiplied", size, (steps[-1].writes,)))
@@ -135,7 +136,7 @@ class BlockSpec:
     def tape(self, work: Work, recompute: Recompute) -> Tape:
         """Return the operations of a forward pass as a tape, the input of the memory simulation
         (:mod:`ppfleetx.nn.activation_memory`)."""
-        size = work.part_of(self.hidden_size)
+        size = work.split_bytes_of(self.hidden_size)
         x, low = {"x": size}, work.new_gradient_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
         attention = [
@@ -163,7 +164,7 @@ class BlockSpec:
         return Tape(x, steps, low)
 
     def _branch(self, work: Work, name: str, post_norm: NormSpec | None) -> list[Step]:
-        size, dropped = work.part_of(self.hidden_size), f"{name}, dropped"
+        size, dropped = work.split_bytes_of(self.hidden_size), f"{name}, dropped"
         steps = [dropout_step(work, dropped, name, size, self.dropout)]
         if post_norm is not None:
             steps += post_norm.tape(work, f"{name}, normed", dropped)
@@ -217,18 +218,18 @@ class HeadSpec:
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         return self.linear.parameters(sequence_parallel=sequence_parallel) if self.linear else {}
 
-    def _logits(self, work: Work) -> float:
+    def _num_logits(self, work: Work) -> float:
         """Return the number of logits that one rank computes for a micro batch."""
         sliced = work.mp if self.matrix.cut == "columns" else 1
         return work.tokens * self.matrix.out_features / sliced
 
     def operations(self, work: Work) -> Iterator[Operation]:
-        logits, e = self._logits(work), work.activation_bytes
+        logits, e = self._num_logits(work), work.activation_bytes
         yield self.matrix.operation("logits", "edge", work)
         yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
 
     def tape(self, work: Work, source: str) -> list[Step]:
-        logits, e, gradients = self._logits(work), work.activation_bytes, self.matrix.gradient_bytes(work)
+        logits, e, gradients = self._num_logits(work), work.activation_bytes, self.matrix.gradient_bytes(work)
         hides_padding = self.matrix.out_features != self.num_outputs
         # Temporary copies of the logits in the tensor-parallel loss, in addition to its softmax.
         loss_copies = {"cpu": 2, "plugin": 3}.get(work.kernels, 0) if work.mp > 1 else 0
@@ -237,7 +238,7 @@ class HeadSpec:
             return [self._chunked_loss(work, source, logits, copies)]
         steps = [Step("logits", logits * e, (source,), keeps=(source,), gradients=gradients)]
         if e != 4:
-            steps.append(Step("wide logits", logits * 4, ("logits",), back=0.0))
+            steps.append(Step("wide logits", logits * 4, ("logits",), backward_scratch=0.0))
         if hides_padding:
             steps.append(Step("hidden padding", logits * 4, (steps[-1].writes,), reuses=True))
         softmax, named = logits * 4, logits * e if e != 4 else 0.0  # the caller still holds the logits
@@ -248,7 +249,15 @@ class HeadSpec:
         reads = (steps[-1].writes,)
         return [
             *steps,
-            Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, uses_no_parameters=True),
+            Step(
+                "loss",
+                0.0,
+                reads,
+                extra=softmax,
+                scratch=scratch,
+                backward_scratch=back,
+                uses_no_parameters=True,
+            ),
         ]
 
     def _chunked_loss(self, work: Work, source: str, logits: float, copies: int) -> Step:
@@ -265,7 +274,7 @@ class HeadSpec:
             (source,),
             extra=size + elements * 4,
             scratch=piece * e + copies * 4.0 * piece + elements * e,
-            back=-size - (gradients if e == 4 else 0.0),
+            backward_scratch=-size - (gradients if e == 4 else 0.0),
             gradients=gradients,
         )
 
@@ -313,7 +322,7 @@ class ModelSpec:
         return [self.final_norm.operation("final norm", "edge", work), *self.head.operations(work)]
 
     def end_tape(self, work: Work) -> Tape:
-        steps, size = self.final_norm.tape(work, "normed", "x"), work.part_of(self.final_norm.size)
+        steps, size = self.final_norm.tape(work, "normed", "x"), work.split_bytes_of(self.final_norm.size)
         if work.split > 1:
             steps.append(Step("whole", work.bytes_of(self.final_norm.size), ("normed",)))
         steps += self.head.tape(work, steps[-1].writes)
@@ -365,7 +374,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
         "multiplier": cfg.logits_factor,
     }
     if cfg.task.classifies:
-        head = score_spec(cfg, cfg.num_classes or 0)
+        head = classification_head_spec(cfg, cfg.num_classes or 0)
     elif cfg.tie_word_embeddings:
         head = HeadSpec(cfg.vocab_size, None, words, **limits)
     else:
@@ -426,13 +435,13 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
             down_bias=cfg.has_qkv_bias,
             score_factor=score_factor(cfg.rope_scaling),
         )
-    over_heads = isinstance(cfg.qk_layernorm, str)
+    has_gain_per_head = isinstance(cfg.qk_layernorm, str)
     head_norm = NormSpec(
         cfg.head_normalization,
         cfg.head_size,
         cfg.norm_epsilon,
-        inside_heads=not over_heads,
-        over_heads=over_heads,
+        shares_gain_over_heads=not has_gain_per_head,
+        has_gain_per_head=has_gain_per_head,
         head_size=cfg.head_size if cfg.qk_layernorm == "each_head" else None,
     )
     return AttentionSpec(
@@ -448,7 +457,7 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
     )
 
 
-def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
+def classification_head_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
     """Build the declaration of a classification head with ``num_outputs`` classes (1: regression)."""
     init = Normal(cfg.initializer_range)
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))

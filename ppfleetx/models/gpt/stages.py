@@ -10,7 +10,7 @@ from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
 from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import on_card
 from ppfleetx.models.gpt.layers import Block, ClassificationHead, Embedding, FinalNorm, Head, TiedHead
-from ppfleetx.models.gpt.spec import BlockSpec, HeadSpec, model_spec, score_spec
+from ppfleetx.models.gpt.spec import BlockSpec, HeadSpec, classification_head_spec, model_spec
 from ppfleetx.nn.attention_kernels import KernelOptions
 from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.lora import with_adapters
@@ -107,7 +107,7 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
     final_norm = body[-1]
     if "multiplier" in final_norm.kwargs:  # scales the language-model head's logits only
         body[-1] = replace(final_norm, kwargs={**final_norm.kwargs, "multiplier": 1.0})
-    return [*body, _head(score_spec(cfg, num_outputs), factory)]
+    return [*body, _head(classification_head_spec(cfg, num_outputs), factory)]
 
 
 def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:

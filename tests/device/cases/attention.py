@@ -28,7 +28,7 @@ def compare(
     shape = (BATCH, groups, per_group, LENGTH, head_size)
     with on(device, dtype):
         query, dropout = paddle.zeros(shape, dtype), _dropout(0.0, trains)
-        obstacle = flash_obstacle(query, dropout, packed=packed)
+        obstacle = flash_obstacle(query, dropout, has_documents=packed)
         kernel = flash_attention if obstacle is None else _reference
         found = run(_operator(kernel, shape, packed, trains), dtype, rounded_to=dtype, trains=trains)
         refused = obstacle is not None and _is_refused(query, dropout)
@@ -85,7 +85,7 @@ def dropped(device: str, dtype: str, probability: float) -> dict[str, float]:
         key = query[:, :, 0]
         value = paddle.ones_like(key)
         drop = _dropout(probability, True)
-        obstacle = flash_obstacle(query, drop, packed=False)
+        obstacle = flash_obstacle(query, drop, has_documents=False)
         kernel = flash_attention if obstacle is None else _reference
         outputs = []
         for seed in (1, 1, 2):

@@ -37,7 +37,7 @@ def judge(name: str, dtype: str, device: str) -> dict[str, str]:
         said, unfit = fused_ops.obstacles([name], [dtype])[name][dtype], None
         if any(kernel.startswith("flash") for kernel in row.kernels):
             query = paddle.zeros([1, 1, 1, 8, 64], dtype)
-            unfit = flash_obstacle(query, paddle.nn.Dropout(0.0), packed=False)
+            unfit = flash_obstacle(query, paddle.nn.Dropout(0.0), has_documents=False)
     return {"said": said or "", "lacks": lacks[0] if lacks else "", "unfit": unfit or ""}
 
 

@@ -48,7 +48,7 @@ def _flash_gradient(device: str) -> np.ndarray:
     query.stop_gradient = False
     key = query.detach()[:, :, 0]
     dropout = paddle.nn.Dropout(0.0)
-    if flash_obstacle(query, dropout, packed=False) is None:
+    if flash_obstacle(query, dropout, has_documents=False) is None:
         output = flash_attention(query, key, key, None, dropout)
     else:
         output = (query @ key.unsqueeze(2).transpose([0, 1, 2, 4, 3])) @ key.unsqueeze(2)

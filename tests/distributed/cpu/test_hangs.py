@@ -92,7 +92,7 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     others: list = []
     dist.all_gather_object(others, own)
     watchdog.remember_peers({number: one[0] for number, one in enumerate(others)})
-    PROGRESS.is_under_way = True
+    PROGRESS.is_past_start = True
     for step in range(1, 4):
         PROGRESS.beat("in its step", step)
         dist.all_reduce(paddle.ones([3]))
