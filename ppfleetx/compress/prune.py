@@ -116,7 +116,7 @@ def sizes_after(
     would remain, or nothing would change.
     """
     check_network(model)
-    check_share(ratio, multiple)
+    check_ratio(ratio, multiple)
     absent = [layer for layer in drop_layers if not 0 <= layer < model.num_layers]
     if absent:
         raise ConfigError(
@@ -138,7 +138,7 @@ def sizes_after(
     return Sizes(groups, units, layers)
 
 
-def check_share(ratio: float, multiple: int) -> None:
+def check_ratio(ratio: float, multiple: int) -> None:
     """Raise ConfigError unless the fraction to remove (``ratio``) is in [0, 1), and ``multiple`` is at least
     1."""
     if not 0 <= ratio < 1:
@@ -293,7 +293,7 @@ def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
     """Return how many experts remain in each layer after removing the fraction ``ratio``. The result is
     rounded up to a multiple of ``multiple``. Raises ConfigError if no expert can be removed, or if too few
     would remain."""
-    check_share(ratio, multiple)
+    check_ratio(ratio, multiple)
     moe = model.moe
     if moe is None:
         raise ConfigError("the model has no mixtures of experts (Model.moe)", key="--part", value="experts")

@@ -290,13 +290,13 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
             there is none and ``ckpt_dir`` is not set.
     """
     record = read_run(output_dir)
-    counts = (lambda _: True) if record is None else record.includes
+    is_eligible = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
-        return newest_good(output_dir, verify=options.verify, counts=counts)
+        return newest_good(output_dir, verify=options.verify, is_eligible=is_eligible)
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
     checkpoint = _open(str(output_dir), options)
-    if not counts(checkpoint):
+    if not is_eligible(checkpoint):
         raise CheckpointError(
             f"the run in {output_dir} has no checkpoint yet, and {checkpoint.path} is another run's; "
             "Engine.save_load.resume=auto starts it again from its beginning"
