@@ -81,7 +81,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
     length = TrainingLength.of(cfg, train_loader.samples_per_epoch)
-    schedule = build_schedule(cfg.Optimizer, cfg.Optimizer.lr.length_of(length.max_steps, cfg.batch))
+    schedule = build_schedule(cfg.Optimizer, cfg.Optimizer.lr.in_units(length.max_steps, cfg.batch))
     log.info(schedule.describe())
     fingerprints = {
         "data": train_loader.fingerprint,

@@ -170,9 +170,10 @@ def _removes_none(what: str, ratio: float, multiple: int) -> ConfigError:
 
 def check_network(model: ModelConfig) -> None:
     """Raise ConfigError unless the network can be pruned. All layers must be the same, each must have exactly
-    the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and ``ModelConfig.not_pruned`` must be None."""
-    if model.not_pruned is not None:
-        key, why = model.not_pruned
+    the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and ``ModelConfig.why_not_prunable`` must be
+    None."""
+    if model.why_not_prunable is not None:
+        key, why = model.why_not_prunable
         raise ConfigError(why, key=f"Model.{key}")
     block, *others = model_spec(model).blocks
     specs = block.parameters()

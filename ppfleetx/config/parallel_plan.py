@@ -322,7 +322,7 @@ def enumerate_plans(world_size: int, work: Workload | None = None) -> list[Paral
     """List the legal parallel plans of ``world_size`` processes for the workload ``work``.
 
     Plans with ``pp_layers``, expert parallelism, ZB-H1 or more than two virtual stages per rank are left out.
-    Plans with offload to host memory are listed only if :func:`_offloads` allows them.
+    Plans with offload to host memory are listed only if :func:`_is_tried_with_offload` allows them.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -351,11 +351,11 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
     for stage, split_sequence, chunks in product(stages, (False, True), (1, 2)):
         full = replace(plan, sharding_stage=stage, sequence_parallel=split_sequence, virtual_pp_degree=chunks)
         yield full
-        if _offloads(full):
+        if _is_tried_with_offload(full):
             yield replace(full, sharding_offload=True)
 
 
-def _offloads(plan: ParallelPlan) -> bool:
+def _is_tried_with_offload(plan: ParallelPlan) -> bool:
     """Whether :func:`enumerate_plans` also tries ``plan`` with offload to host memory."""
     # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
