@@ -1,5 +1,5 @@
-"""Claim the output directory for a run: check it, delete files of an earlier run, and write the configuration
-and the run's identity."""
+"""Claim the output directory for a run: check and lock it, delete files of an earlier run, and write the
+configuration and the run's identity."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from ppfleetx.core.engine.check_output_dir import (
     CONFIG_FILE,
     METRICS_FILE,
     RESUME,
+    check_start,
     directory_error,
     is_record,
     lies_in,
@@ -45,7 +46,21 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.output_files import atomic_write, put_aside, remove_unfinished
+from ppfleetx.utils.output_files import atomic_write, exclusive_lock, put_aside, remove_unfinished
+
+
+def lock_output_dir(cfg: RunConfig, stack: contextlib.ExitStack) -> None:
+    """Create the output directory, and lock it until ``stack`` is closed. Only rank 0 may call it. Raises
+    ConfigError if the directory cannot be used."""
+    check_start(cfg)
+    output_dir = output_dir_of(cfg)
+    busy = directory_error(cfg, "another run is training in this directory")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
+    check_start(cfg)  # another run may have ended here in the meantime
 
 
 def begin(
