@@ -10,11 +10,7 @@ from pathlib import Path
 
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, parse_step_directory
 from ppfleetx.checkpoint.output_dir import describe_os_error
-from ppfleetx.checkpoint.resolve_checkpoint import (
-    open_resolved,
-    resolve_checkpoint,
-    step_directories,
-)
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint, step_directories
 from ppfleetx.checkpoint.run_ownership import RUN_FILE, read_run
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig

@@ -26,12 +26,7 @@ from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.engine import SaveLoadConfig
 from ppfleetx.config.sections.moe import is_router_load
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.core.engine.check_output_dir import (
-    CKPT_DIR,
-    INIT_FROM,
-    RESUME,
-    output_dir_of,
-)
+from ppfleetx.core.engine.check_output_dir import CKPT_DIR, INIT_FROM, RESUME, output_dir_of
 from ppfleetx.core.engine.resume_checks import (
     Fingerprints,
     check_resumed,
