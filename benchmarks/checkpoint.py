@@ -47,7 +47,7 @@ def slices_of(state: State, *, live: bool = False) -> list[TensorSlice]:
         parameter, number = name.split(".")
         states = STATES[int(number)]
         piece = whole(parameter, array, kind="optimizer" if states else "model", state=states)
-        pieces.append(TensorSlice(**{**vars(piece), "is_live": live}))
+        pieces.append(TensorSlice(**{**vars(piece), "changes_with_update": live}))
     return pieces
 
 

@@ -22,10 +22,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.field_annotations import describe, field_types, item_type, section_in
-from ppfleetx.config.field_types import Section
 from ppfleetx.config.parallel_plan import LEGAL
 from ppfleetx.config.reading.parse import MAX_FILE_BYTES
 from ppfleetx.config.resume_policy import Effect, keys_of
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
 from tools.site.pages import write_files

@@ -107,7 +107,7 @@ class SharedSave:
         """Do the whole save, and return the path of the checkpoint. ``pieces`` are this rank's slices."""
         self.on_all_ranks(self.open)
         try:
-            indices = self.of_all_ranks(self.on_all_ranks(lambda: self.write(pieces)))
+            indices = self.gather_indices(self.on_all_ranks(lambda: self.write(pieces)))
             self.on_all_ranks(lambda: self.publish(indices))
         finally:
             self.close()
@@ -129,7 +129,7 @@ class SharedSave:
                 "Earlier checkpoints are unchanged."
             ) from error
 
-    def of_all_ranks(self, index: RankIndex | None) -> list[RankIndex | None]:
+    def gather_indices(self, index: RankIndex | None) -> list[RankIndex | None]:
         """Return the ``index`` of every rank, in the order of the ranks."""
         if self._ctx.world_size == 1:
             return [index]
@@ -176,7 +176,7 @@ class CheckpointManager:
     Args:
         ownership: which old checkpoints may be replaced and deleted; None: none.
         ctx: the ranks that save together; None: this process saves alone.
-        description: further optional arguments of `SharedSave`, such as `plan`, for every save.
+        save_options: further optional arguments of `SharedSave`, such as `plan`, for every save.
     """
 
     def __init__(
@@ -185,10 +185,10 @@ class CheckpointManager:
         ownership: Ownership | None = None,
         *,
         ctx: ParallelContext | None = None,
-        **description: Any,
+        **save_options: Any,
     ) -> None:
         self.output_dir, self.ownership = Path(output_dir), ownership
-        self._ctx, self._description = ctx or ParallelContext.single(), description
+        self._ctx, self._save_options = ctx or ParallelContext.single(), save_options
 
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
@@ -199,7 +199,7 @@ class CheckpointManager:
         return _logged(self._save_of(epoch, step, state).complete(list(tensors)))
 
     def _save_of(self, epoch: int, step: int, state: Mapping[str, Any]) -> SharedSave:
-        what = {"state": state, "ownership": self.ownership, **self._description}
+        what = {"state": state, "ownership": self.ownership, **self._save_options}
         return SharedSave(self._ctx, self.output_dir, epoch, step, **what)
 
     def wait_for_copy(self) -> None:
@@ -280,7 +280,7 @@ class BackgroundManager(CheckpointManager):
             # interleave.
             result = save.on_all_ranks(self._task.result)
             if not self._is_written:
-                indices = save.of_all_ranks(result)
+                indices = save.gather_indices(result)
                 self._is_written, self._task = True, _started(lambda: save.publish(indices))
                 return None
         except BaseException:
@@ -332,16 +332,16 @@ class HostCopier:
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
         """Prepare a background save of the slices ``pieces``. Returns slices to write in their place, and a
         function that copies into host memory those arrays that the next optimizer update changes
-        (`TensorSlice.is_live`). Call the function once, from any thread, before that update and before the
-        slices are written."""
+        (`TensorSlice.changes_with_update`). Call the function once, from any thread, before that update and
+        before the slices are written."""
         live, copies = [], []
         for piece in pieces:
-            if piece.is_live:
+            if piece.changes_with_update:
                 data = partial(self._copy_of, len(live))
                 live.append(piece.array())
             else:
                 data = piece.array() if piece.fetch is None else piece.fetch()
-            copies.append(replace(piece, data=data, is_live=False, fetch=None))
+            copies.append(replace(piece, data=data, changes_with_update=False, fetch=None))
         return copies, partial(self._copy, live)
 
     def _copy_of(self, number: int) -> np.ndarray:

@@ -131,7 +131,7 @@ def newest_good(
     output_dir: str | Path,
     *,
     verify: bool = True,
-    counts: Callable[[Checkpoint], bool] = lambda _: True,
+    is_eligible: Callable[[Checkpoint], bool] = lambda _: True,
     warns: bool = True,
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint in ``output_dir``, or None. Damaged and incomplete ones are
@@ -139,7 +139,8 @@ def newest_good(
 
     Args:
         verify: whether to read all data to find damage.
-        counts: a function that returns False for checkpoints to skip. By default, it always returns True.
+        is_eligible: a function that returns False for checkpoints to skip. By default, it always returns
+            True.
         warns: whether to log a warning for each damaged or incomplete checkpoint.
     """
     complete = complete_checkpoints(output_dir)
@@ -147,7 +148,7 @@ def newest_good(
     for path in (*incomplete, *reversed(complete)):
         try:
             checkpoint = open_checkpoint(path)
-            if not counts(checkpoint):
+            if not is_eligible(checkpoint):
                 continue
             if verify:
                 checkpoint.verify()
@@ -163,10 +164,12 @@ def _follow(pointer: Path, verify: bool) -> Path:
     path = pointer.parent
     fields = read_sealed(pointer)
     if fields is None or parse_step_directory(fields.get("checkpoint", "")) is None:
-        raise CheckpointError(f"{pointer} is damaged: its checksum is wrong{_instead(path)}")
+        raise CheckpointError(f"{pointer} is damaged: its checksum is wrong{_hint_or_none_left(path)}")
     target = path / fields["checkpoint"]
     if not target.is_dir():
-        raise CheckpointError(f"{pointer} names {target.name}, which does not exist{_instead(path)}")
+        raise CheckpointError(
+            f"{pointer} names {target.name}, which does not exist{_hint_or_none_left(path)}"
+        )
     resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
         # The run was killed after it replaced this checkpoint and before it updated the pointer file.
@@ -182,24 +185,24 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
         if verify:
             checkpoint.verify()
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_instead(output_dir, path)}") from error
+        raise CheckpointError(f"{error}{_hint_or_none_left(output_dir, path)}") from error
     return path
 
 
-def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    return _newest_hint(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
+def _hint_or_none_left(output_dir: Path, failed: Path | None = None) -> str:
+    return _newest_hint(output_dir, failed) or f"; there is no other good checkpoint in {output_dir}"
 
 
-def _newest_hint(output_dir: Path, bad: Path | None = None) -> str:
+def _newest_hint(output_dir: Path, failed: Path | None = None) -> str:
     """Return a phrase for the end of an error message, with the path of the newest undamaged checkpoint in
     ``output_dir``. Empty if there is none.
 
     Args:
-        bad: the checkpoint that the error is about, which must not be recommended. If the search finds it
+        failed: the checkpoint that the error is about, which must not be recommended. If the search finds it
             undamaged after all, the result is empty.
     """
     good = newest_good(output_dir, warns=False)
-    if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
+    if good is None or (failed is not None and good.path.resolve() == failed.resolve()):
         return ""
     return (
         f"; the newest good checkpoint is {good.path}: continue there with Engine.save_load.ckpt_dir, or "

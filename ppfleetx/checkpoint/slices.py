@@ -57,7 +57,7 @@ class TensorSlice:
         data: an array of `shape`, or a function that makes it. bfloat16 is stored as bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         vocab_dim: the dimension that counts vocabulary entries; None if there is none.
-        is_live: whether the next optimizer update changes the array.
+        changes_with_update: whether the next optimizer update changes the array.
         fetch: a function that starts to copy the data to host memory, and returns a function that waits for
             the copy and returns it. ``fetch`` is None if only ``data`` is available.
     """
@@ -71,7 +71,7 @@ class TensorSlice:
     data: np.ndarray | Callable[[], np.ndarray]
     state: str = ""
     vocab_dim: int | None = None
-    is_live: bool = False
+    changes_with_update: bool = False
     # The next optimizer update does not change the copy, even if the update begins before the copy is
     # complete.
     fetch: Callable[[], Callable[[], np.ndarray]] | None = None

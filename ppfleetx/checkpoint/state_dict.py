@@ -191,7 +191,7 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
         data=lambda: host_array(tensor),
         state=state,
         vocab_dim=_vocab_dim(place),
-        is_live=_is_host(tensor),
+        changes_with_update=_is_host(tensor),
         fetch=lambda: download(tensor),
     )
 

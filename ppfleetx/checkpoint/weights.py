@@ -167,7 +167,9 @@ def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) ->
         values = piece.array()
         if not np.array_equal(cast(cast(values, "F32", wanted), wanted, "F32"), values):
             return list(pieces)
-        made.append(replace(piece, dtype=wanted, data=partial(_cast, piece, wanted), is_live=False))
+        made.append(
+            replace(piece, dtype=wanted, data=partial(_cast, piece, wanted), changes_with_update=False)
+        )
     return made
 
 

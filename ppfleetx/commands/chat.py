@@ -65,7 +65,7 @@ class Conversation:
     def reset(self, system: str | None) -> None:
         self.system, self.turns = system, []
 
-    def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
+    def ask(self, text: str, on_text: Callable[[str], None]) -> AnswerReport:
         """Add the user's message ``text`` to the conversation, and generate the model's answer. The answer is
         streamed: ``on_text`` is called with each newly generated part of it. Ctrl-C stops generation, and
         what was generated so far stays in the conversation. Returns how the answer ended, such as whether it
@@ -83,7 +83,7 @@ class Conversation:
             self.turns = before
             raise
 
-    def _answer(self, on_text: Callable[[str], None]) -> Answer:
+    def _answer(self, on_text: Callable[[str], None]) -> AnswerReport:
         pieces: list[str] = []
 
         def take(_prompt: int, _copy: int, piece: str) -> None:
@@ -106,7 +106,7 @@ class Conversation:
             was_stopped = True
         self.seed += 1
         self.turns.append({"role": "assistant", "content": "".join(pieces)})
-        return Answer(left_out, was_stopped, reason == "length")
+        return AnswerReport(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
         """Return the token ids of the conversation, and how many messages were removed from it. The oldest
@@ -129,7 +129,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerReport:
     """What the terminal reports below the text of an answer: how its generation ended, and how many old
     messages were left out of the prompt."""
 
@@ -204,19 +204,19 @@ class Terminal:
 
     def _answer(self, text: str, conversation: Conversation) -> None:
         try:
-            answer = conversation.ask(text, self._write)
+            report = conversation.ask(text, self._write)
         except UserError as error:
             self._note(str(error))
             return
         self._write("\n")
-        if answer.left_out:
+        if report.left_out:
             self._note(
-                f"the {answer.left_out} oldest messages are left out: the model has "
+                f"the {report.left_out} oldest messages are left out: the model has "
                 f"{conversation.generator.max_positions} positions"
             )
-        if answer.was_stopped:
+        if report.was_stopped:
             self._note("stopped")
-        elif answer.is_cut:
+        elif report.is_cut:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:

@@ -67,7 +67,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
         check_callbacks(cfg.Engine.callbacks)
     if cfg.Optimizer.lr.decay_steps is not None:  # otherwise the data determine the schedule's length
-        build_schedule(cfg.Optimizer, cfg.Optimizer.lr.length_of(cfg.Engine.max_steps, cfg.batch))
+        build_schedule(cfg.Optimizer, cfg.Optimizer.lr.in_units(cfg.Engine.max_steps, cfg.batch))
     precision = _precision(cfg, device) if device else _precision_before_start(cfg)
     device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
@@ -296,7 +296,7 @@ def _schedule(cfg: RunConfig) -> str:
     lr = cfg.Optimizer.lr
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
-    warmup = counted(math.ceil(round(lr.num_warmup_steps, 6)), f"warm-up {lr.unit}")
+    warmup = counted(math.ceil(round(lr.warmup_length, 6)), f"warm-up {lr.unit}")
     text = f"{warmup} to {lr.max_lr:g}, {lr.decay_style}"
     decays = SCHEDULES.traits(lr.decay_style).decays
     return f"{text} to {lr.min_lr:g} at {lr.unit} {lr.decay_steps}" if decays else text

@@ -102,10 +102,10 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
 
 
 def calibration_samples(
-    cfg: RunConfig, options: CalibratedOptions, tokenizer: Tokenizer | None, fewest: int
+    cfg: RunConfig, options: CalibratedOptions, tokenizer: Tokenizer | None, min_tokens: int
 ) -> Samples | None:
-    """Read the data that ``--calibration`` names, or return None if the option is not given. ``fewest`` is
-    the minimum number of calibration tokens."""
+    """Read the data that ``--calibration`` names, or return None if the option is not given. ``min_tokens``
+    is the minimum number of calibration tokens."""
     if options.calibration is None:
         return None
     from ppfleetx.compress.calibration_data import read_samples
@@ -116,7 +116,7 @@ def calibration_samples(
         vocab_size=cfg.Model.vocab_size,
         seq_len=min(cfg.Model.max_position_embeddings, _LONGEST),
         num_windows=options.samples,
-        fewest=fewest,
+        min_tokens=min_tokens,
     )
 
 

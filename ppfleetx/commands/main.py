@@ -79,7 +79,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),
     ),
     "data": (
-        Verb("tokenizer", "prepare:TrainTokenizer", "train a tokenizer on text"),
+        Verb("tokenizer", "train_tokenizer:TrainTokenizer", "train a tokenizer on text"),
         Verb("prepare", "prepare:Prepare", "encode text to .bin/.idx"),
         Verb("inspect-data", "corpus_verbs:InspectData", "show a corpus, or verify its checksums"),
         Verb("merge-data", "corpus_verbs:MergeData", "write several corpora as one"),
@@ -92,7 +92,9 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     ),
     "the command itself": (
         Verb("configs", "configs:Configs", "list the configurations that ship, or copy one"),
-        Verb("completion", "configs:Completion", "print a script that completes this command in bash or zsh"),
+        Verb(
+            "completion", "completion:Completion", "print a script that completes this command in bash or zsh"
+        ),
     ),
 }
 """The verbs in groups, as ``ppfleetx --help`` lists them."""

@@ -109,7 +109,7 @@ def _without_parts(
     )
     checkpoint = open_resolved(resolve_checkpoint(directory, verify=True))
     tensors = _tensors(checkpoint, cfg)
-    samples = calibration_samples(cfg, options, tokenizer, fewest=1)
+    samples = calibration_samples(cfg, options, tokenizer, min_tokens=1)
     if samples is None:
         scores = {i: magnitude_scores(tensors, model, i, options.criterion) for i in sizes.layers}
     else:
@@ -139,7 +139,7 @@ def _without_experts(
     left = experts_left(model, options.ratio, multiple=options.multiple)
     checkpoint = open_resolved(resolve_checkpoint(directory, verify=True))
     tensors = _tensors(checkpoint, cfg)
-    samples = calibration_samples(cfg, options, tokenizer, fewest=1)
+    samples = calibration_samples(cfg, options, tokenizer, min_tokens=1)
     if samples is None:
         measure, scores = (
             f"{options.criterion} of the router",

@@ -95,10 +95,10 @@ def _quantize(
     check_options(cfg.Model, rounding)
     checkpoint = open_resolved(resolve_checkpoint(checkpoint_dir, verify=True))
     widest = max(cfg.Model.ffn_size, cfg.Model.hidden_size)
-    samples = calibration_samples(cfg, options, tokenizer, fewest=widest)
+    samples = calibration_samples(cfg, options, tokenizer, min_tokens=widest)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".quantizing-") as room:
-        quantizer = Quantizer(checkpoint, cfg.Model, rounding, Path(room), samples)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".quantizing-") as temp_dir:
+        quantizer = Quantizer(checkpoint, cfg.Model, rounding, Path(temp_dir), samples)
         tensors = quantizer.run()
         compress = CompressConfig(Weights=weights)
         quantized = cfg.model_copy(update={"Compress": compress})

@@ -19,8 +19,8 @@ from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.callbacks.device_usage import offload_notes, rank_table
-from ppfleetx.core.engine.check_output_dir import lock_output_dir, output_dir_of
-from ppfleetx.core.engine.claim_output_dir import begin
+from ppfleetx.core.engine.check_output_dir import output_dir_of
+from ppfleetx.core.engine.claim_output_dir import begin, lock_output_dir
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
 from ppfleetx.core.engine.restore import Start, find_sources, find_start
@@ -81,7 +81,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
     length = TrainingLength.of(cfg, train_loader.samples_per_epoch)
-    schedule = build_schedule(cfg.Optimizer, cfg.Optimizer.lr.length_of(length.max_steps, cfg.batch))
+    schedule = build_schedule(cfg.Optimizer, cfg.Optimizer.lr.in_units(length.max_steps, cfg.batch))
     log.info(schedule.describe())
     fingerprints = {
         "data": train_loader.fingerprint,

@@ -13,7 +13,7 @@ from ppfleetx.data.tokenized_corpus import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _TEXT = (".txt", ".md", ".text")
-_MEASURED = 10  # the last tenth of the tokens is reserved for evaluation
+_EVALUATION_DIVISOR = 10  # the last tenth of the tokens is reserved for evaluation
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,21 @@ class Samples:
 
     Attributes:
         calibration: the windows for calibration.
-        measured: the windows on which perplexity is measured.
+        evaluation: the windows on which perplexity is measured.
     """
 
     calibration: np.ndarray
-    measured: np.ndarray
+    evaluation: np.ndarray
 
 
 def read_samples(
-    place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
+    place: str,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    num_windows: int,
+    min_tokens: int,
 ) -> Samples:
     """Read windows of tokens for calibration and evaluation from a corpus or a text file. Evaluation
     windows come from the last tenth of the tokens, calibration windows from the rest.
@@ -42,28 +48,29 @@ def read_samples(
         seq_len: input tokens per window.
         num_windows: maximum number of calibration windows. Evaluation uses at most half as many, but at least
             one.
-        fewest: minimum number of calibration tokens.
+        min_tokens: minimum number of calibration tokens.
 
     Raises:
         DataError: the data cannot be read, or a token id is outside the model's vocabulary.
         ConfigError: there is too little data.
     """
     tokens = _tokens(place, tokenizer)
-    border = len(tokens) - len(tokens) // _MEASURED
+    border = len(tokens) - len(tokens) // _EVALUATION_DIVISOR
     calibration = _windows(tokens[:border], seq_len, num_windows)
-    measured = _windows(tokens[border:], seq_len, max(1, num_windows // 2))
+    evaluation = _windows(tokens[border:], seq_len, max(1, num_windows // 2))
     found = calibration[:, 1:].size
-    if found < fewest or not len(measured):
+    if found < min_tokens or not len(evaluation):
         raise ConfigError(
             f"holds {counted(len(tokens), 'token')}: {counted(len(calibration), 'window')} of {seq_len} to "
-            f"calibrate on, {len(measured)} to measure with. At least {fewest} tokens (as many as the widest "
-            "matrix has inputs) and one window are needed. Give more text, or more windows with --samples",
+            f"calibrate on, {len(evaluation)} to measure with. At least {min_tokens} tokens (as many as the "
+            "widest matrix has inputs) and one window are needed. Give more text, or more windows with "
+            "--samples",
             key="--calibration",
             value=place,
         )
-    if calibration.max() >= vocab_size or measured.max() >= vocab_size:
+    if calibration.max() >= vocab_size or evaluation.max() >= vocab_size:
         raise DataError(f"{place} holds token ids that are not below the model's vocabulary of {vocab_size}")
-    return Samples(calibration, measured)
+    return Samples(calibration, evaluation)
 
 
 def _tokens(place: str, tokenizer: Tokenizer | None) -> np.ndarray:

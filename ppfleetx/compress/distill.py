@@ -65,7 +65,7 @@ class Distillation(WrappedTask):
 
     def _add_divergence(
         self,
-        hard: paddle.Tensor,
+        cross_entropy: paddle.Tensor,
         student: paddle.Tensor,
         teacher: paddle.Tensor,
         mask: paddle.Tensor,
@@ -74,14 +74,14 @@ class Distillation(WrappedTask):
         """Return the training loss: the weighted sum of the cross entropy and the divergence.
 
         Args:
-            hard: the cross entropy, summed over the positions that count.
+            cross_entropy: the cross entropy, summed over the positions that count.
             student, teacher: logits ``[s, b, V]``.
             mask: ``[b, s]``, 1 at positions that count.
         """
         cfg = self._distill
         each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
-        soft = (each * mask.transpose([1, 0]).astype(each.dtype)).sum().astype(hard.dtype)
-        return cfg.hard_weight * hard + cfg.soft_weight * cfg.temperature**2 * soft
+        soft = (each * mask.transpose([1, 0]).astype(each.dtype)).sum().astype(cross_entropy.dtype)
+        return cfg.hard_weight * cross_entropy + cfg.soft_weight * cfg.temperature**2 * soft
 
     def _loaded(self, factory: LayerFactory) -> StagedModel:
         if self._teacher is None:

@@ -116,7 +116,7 @@ def sizes_after(
     would remain, or nothing would change.
     """
     check_network(model)
-    check_share(ratio, multiple)
+    check_ratio(ratio, multiple)
     absent = [layer for layer in drop_layers if not 0 <= layer < model.num_layers]
     if absent:
         raise ConfigError(
@@ -138,7 +138,7 @@ def sizes_after(
     return Sizes(groups, units, layers)
 
 
-def check_share(ratio: float, multiple: int) -> None:
+def check_ratio(ratio: float, multiple: int) -> None:
     """Raise ConfigError unless the fraction to remove (``ratio``) is in [0, 1), and ``multiple`` is at least
     1."""
     if not 0 <= ratio < 1:
@@ -170,9 +170,10 @@ def _removes_none(what: str, ratio: float, multiple: int) -> ConfigError:
 
 def check_network(model: ModelConfig) -> None:
     """Raise ConfigError unless the network can be pruned. All layers must be the same, each must have exactly
-    the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and ``ModelConfig.not_pruned`` must be None."""
-    if model.not_pruned is not None:
-        key, why = model.not_pruned
+    the matrices ``qkv``, ``out_proj``, ``fc1`` and ``fc2``, and ``ModelConfig.why_not_prunable`` must be
+    None."""
+    if model.why_not_prunable is not None:
+        key, why = model.why_not_prunable
         raise ConfigError(why, key=f"Model.{key}")
     block, *others = model_spec(model).blocks
     specs = block.parameters()
@@ -293,7 +294,7 @@ def experts_left(model: ModelConfig, ratio: float, *, multiple: int = 1) -> int:
     """Return how many experts remain in each layer after removing the fraction ``ratio``. The result is
     rounded up to a multiple of ``multiple``. Raises ConfigError if no expert can be removed, or if too few
     would remain."""
-    check_share(ratio, multiple)
+    check_ratio(ratio, multiple)
     moe = model.moe
     if moe is None:
         raise ConfigError("the model has no mixtures of experts (Model.moe)", key="--part", value="experts")

@@ -40,7 +40,7 @@ class PruningInTraining:
         assert cfg.Compress.pruning is not None
         self._options, self._model, self._ctx, self._runner = cfg.Compress.pruning, cfg.Model, ctx, runner
         self._cfg = cfg
-        self._begun, self._out, self._step = False, (0, 0), -1
+        self._begun, self._num_zero, self._step = False, (0, 0), -1
         check_network(cfg.Model)
         _check_activation(cfg)
 
@@ -52,20 +52,20 @@ class PruningInTraining:
             step: the number of optimizer steps so far.
         """
         if step <= self._step:
-            self._begun, self._out = False, (0, 0)
+            self._begun, self._num_zero = False, (0, 0)
         self._step, share = step, self._options.share_after(step)
         # The first call after a start or a rollback prunes at any step, because the loaded checkpoint may be
         # older than the latest pruning.
         if not share or (self._begun and not self._options.is_due(step)):
             return
-        out = self._counts(share)
-        if not any(out):
+        num_zero = self._counts(share)
+        if not any(num_zero):
             return
         self._runner.before_update()  # weights may be changed only after a running save has copied them
         scores = self._scores()
         self._check_zeros(scores)
-        num_new = self._set_to_zero(scores, out)
-        self._begun, self._out = True, out
+        num_new = self._set_to_zero(scores, num_zero)
+        self._begun, self._num_zero = True, num_zero
         if num_new:
             get_logger().info(f"pruned after {step} steps: {self._summary()}")
 
@@ -92,7 +92,7 @@ class PruningInTraining:
             parts = parts_of(own, shape, self._model) if len(shape) > 1 else None
             if parts is not None:
                 size, count = float(np.prod(shape)), shape[parts.axis] // parts.width
-                zero += size * self._out[0 if parts.of_groups else 1] / count
+                zero += size * self._num_zero[0 if parts.of_groups else 1] / count
                 total += size
         return zero / total
 
@@ -104,7 +104,7 @@ class PruningInTraining:
         return groups, num_to_remove(model.ffn_size, share) if part != "heads" else 0
 
     def _summary(self) -> str:
-        model, (groups, units) = self._model, self._out
+        model, (groups, units) = self._model, self._num_zero
         return (
             f"{groups} of {model.kv_heads} key/value heads and {units} of {model.ffn_size} feed-forward "
             f"units of each layer are zero, {self.zero_share:.1%} of the layers' matrices"
@@ -132,8 +132,8 @@ class PruningInTraining:
 
     def _check_zeros(self, scores: list[GroupsAndUnits]) -> None:
         for layer, score in enumerate(scores):
-            for which, out in zip((score.groups, score.units), self._out, strict=True):
-                if np.count_nonzero(which == 0) < out:
+            for which, count in zip((score.groups, score.units), self._num_zero, strict=True):
+                if np.count_nonzero(which == 0) < count:
                     raise ConfigError(
                         f"what was pruned from layer {layer} did not stay zero: the activation is not zero "
                         "at zero, or something other than gradients changes the weights",
@@ -141,16 +141,16 @@ class PruningInTraining:
                         value=True,
                     )
 
-    def _set_to_zero(self, scores: list[GroupsAndUnits], out: tuple[int, int]) -> int:
+    def _set_to_zero(self, scores: list[GroupsAndUnits], num_zero: tuple[int, int]) -> int:
         """Set the attention groups and feed-forward units with the smallest scores to zero, together with
         their optimizer states. Returns how many of them were not zero before, summed over all layers.
 
         Args:
             scores: the scores of each layer.
-            out: how many groups and how many units of each layer to set to zero.
+            num_zero: how many groups and how many units of each layer to set to zero.
         """
         groups, units = self._model.kv_heads, self._model.ffn_size
-        sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
+        sizes = Sizes(groups - num_zero[0], units - num_zero[1], tuple(range(len(scores))))
         gone, num_new = [], 0
         for score in scores:
             kept = kept_of(score, sizes)

@@ -164,7 +164,7 @@ class Quantizer:
     """Quantizes the model in a checkpoint: call `run`, and then read the attribute `report`.
 
     Args:
-        room: an empty directory for temporary files. It must exist until the result of `run` is saved.
+        temp_dir: an empty directory for temporary files. It must exist until the result of `run` is saved.
         samples: data for calibration and evaluation; None: do neither.
     """
 
@@ -173,11 +173,11 @@ class Quantizer:
         checkpoint: Checkpoint,
         model: ModelConfig,
         options: Options,
-        room: Path,
+        temp_dir: Path,
         samples: Samples | None = None,
     ) -> None:
         self._checkpoint = with_vocabulary(checkpoint, model.vocab_size)
-        self._model, self._options, self._room = model, options, room
+        self._model, self._options, self._temp_dir = model, options, temp_dir
         self._names = list(parameter_shapes(model))
         self._activations = None if samples is None else _Activations(samples, model.vocab_size)
         self._ready: dict[str, TensorSlice] = {}
@@ -186,23 +186,23 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """Quantize the model, and return all its tensors. Their data is in the directory ``room``, so save
-        them before this directory is deleted.
+        """Quantize the model, and return all its tensors. Their data is in the directory ``temp_dir``, so
+        save them before this directory is deleted.
 
         Raises DataError if a weight is NaN, infinite, or too large for an asymmetric grid; CheckpointError
         if the checkpoint does not fit the model.
         """
         factory, weights = LocalFactory(), self._options.weights
         stages = model_stages(self._model, factory)
-        small_stages = stages
+        quantized_stages = stages
         # With float activations, ordinary layers with dequantized weights are equivalent to quantized
         # layers, and faster for whole windows.
         if weights.activation_bits is not None:
-            small_stages = with_quantized_weights(stages, weights, factory)
+            quantized_stages = with_quantized_weights(stages, weights, factory)
         shared: dict[str, nn.Layer] = {}
-        small_shared: dict[str, nn.Layer] = {}
-        both = zip(stages, small_stages, strict=True)
-        for stage, small_stage in track(both, "quantizing", total=len(stages), unit="stage"):
+        quantized_shared: dict[str, nn.Layer] = {}
+        both = zip(stages, quantized_stages, strict=True)
+        for stage, quantized_stage in track(both, "quantizing", total=len(stages), unit="stage"):
             layer = build_stage(stage, None, shared)
             layer.eval()
             new = {n: p for n, p in canonical_parameters(layer).items() if n not in self._ready}
@@ -216,11 +216,11 @@ class Quantizer:
             stored = self._quantize(stage, layer, new)
             self._keep(new, stored)
             if self._activations is not None:
-                small = build_stage(small_stage, None, small_shared)
-                small.eval()
-                self._fill(small, stored)
-                products = _OutputErrors(layer, small)
-                self._activations.advance(layer, small, is_last=stage is stages[-1])
+                quantized = build_stage(quantized_stage, None, quantized_shared)
+                quantized.eval()
+                self._fill(quantized, stored)
+                products = _OutputErrors(layer, quantized)
+                self._activations.advance(layer, quantized, is_last=stage is stages[-1])
                 self.report.set_output_errors(products.errors())
             get_logger().info(f"quantized {stage.name}: {len(stored)} of {len(new)} parameters")
         self._warn()
@@ -343,7 +343,7 @@ class Quantizer:
             )
 
     def _put(self, name: str, values: np.ndarray) -> None:
-        path = self._room / f"{len(self._ready)}.npy"
+        path = self._temp_dir / f"{len(self._ready)}.npy"
         np.save(path, np.ascontiguousarray(values))
         self._ready[name] = TensorSlice(
             name,
@@ -391,17 +391,17 @@ def _outlier(inputs: np.ndarray, rows: np.ndarray) -> str:
 
 class _OutputErrors:
     """Measures the output errors of the quantized linear layers in a stage. Only layers that also round
-    activations are measured. Every forward pass of ``small`` adds to the measurement.
+    activations are measured. Every forward pass of ``quantized`` adds to the measurement.
 
     Args:
         layer: the unquantized stage.
-        small: the quantized copy of the stage.
+        quantized: the quantized copy of the stage.
     """
 
-    def __init__(self, layer: nn.Layer, small: nn.Layer) -> None:
+    def __init__(self, layer: nn.Layer, quantized: nn.Layer) -> None:
         weights = canonical_parameters(layer)
         self._squares: dict[str, np.ndarray] = {}
-        for linear in small.sublayers(include_self=True):
+        for linear in quantized.sublayers(include_self=True):
             if isinstance(linear, QuantizedLinear) and linear.matrix.rounds_activations:
                 name = linear.weight.info.name
                 linear.register_forward_post_hook(partial(self._add, name=name, exact=weights[name]))
@@ -480,10 +480,10 @@ class _Activations:
 
     def __init__(self, samples: Samples, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._labels = [rows[:, 1:] for rows in _batches(samples.measured)]
-        self.num_measured = samples.measured[:, 1:].size
+        self._labels = [rows[:, 1:] for rows in _batches(samples.evaluation)]
+        self.num_measured = samples.evaluation[:, 1:].size
         self._calibration = [_first_state(rows) for rows in _batches(samples.calibration)]
-        self._before = [_first_state(rows) for rows in _batches(samples.measured)]
+        self._before = [_first_state(rows) for rows in _batches(samples.evaluation)]
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
@@ -492,16 +492,20 @@ class _Activations:
         for state in self._calibration:
             layer(state)
 
-    def advance(self, layer: nn.Layer, small: nn.Layer, *, is_last: bool) -> None:
-        """Pass the calibration data through the quantized stage ``small``, and the evaluation data through
-        ``layer`` and ``small`` separately.
+    def advance(self, layer: nn.Layer, quantized: nn.Layer, *, is_last: bool) -> None:
+        """Pass the calibration data through the stage ``quantized``, and the evaluation data through
+        ``layer`` and ``quantized`` separately.
 
         Args:
             layer: the unquantized stage.
-            small: the quantized stage.
+            quantized: the quantized stage.
             is_last: whether this is the last stage. If so, only the evaluation data is passed.
         """
-        for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
+        for states, through in (
+            (self._before, layer),
+            (self._after, quantized),
+            (self._calibration, quantized),
+        ):
             if is_last and states is self._calibration:
                 continue
             for number, state in enumerate(states):

@@ -321,30 +321,31 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     return inverse.numpy()[::-1, ::-1]
 
 
-def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
+def weight_error(weight: np.ndarray, dequantized: np.ndarray) -> float:
     """Return the root mean square of the rounding error, divided by the root mean square of ``weight``.
     Returns 0 if ``weight`` is zero.
 
     Args:
         weight: the matrix before quantization.
-        held: the dequantized matrix.
+        dequantized: the dequantized matrix.
     """
     size = float(np.linalg.norm(weight.astype(np.float64)))
-    return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
+    return float(np.linalg.norm((weight - dequantized).astype(np.float64))) / size if size else 0.0
 
 
-def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
+def output_error(weight: np.ndarray, dequantized: np.ndarray, hessian: np.ndarray) -> float:
     """Return the root mean square error of a layer's output ``X W`` after quantization of W, relative to the
     root mean square of ``X W``.
 
     Args:
         weight: W ``[k, n]``.
-        held: the dequantized W ``[k, n]``.
+        dequantized: the dequantized W ``[k, n]``.
         hessian: ``X^T X [k, k]``.
     """
     squares = hessian.astype(np.float32)
     error, size = (
-        float(np.einsum("kn,kn->", squares @ one, one, dtype=np.float64)) for one in (weight - held, weight)
+        float(np.einsum("kn,kn->", squares @ one, one, dtype=np.float64))
+        for one in (weight - dequantized, weight)
     )
     return float(np.sqrt(max(error, 0.0) / size)) if size > 0 else 0.0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppfleetx.config.field_types import RuleError
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.message_text import counted
 
 _GLOBAL = "Global.global_batch_size"

@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppfleetx.config.field_types import Says, Section
+from ppfleetx.config.field_types import Says
 from ppfleetx.config.reading.parse import shipped_yaml
 from ppfleetx.config.registry import Registered
+from ppfleetx.config.section import Section
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The base class of all configuration sections, and the strict types of their fields.
+"""The strict types of the fields of configuration sections.
 
 Each type carries a :class:`Says`, which describes its values in messages and in ``docs/config.md``.
 """
@@ -6,13 +6,10 @@ Each type carries a :class:`Says`, which describes its values in messages and in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from ppfleetx.config.errors import RuleError
+from pydantic import AfterValidator, BeforeValidator, Field
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 MAX_COUNT = 2**63 - 1
@@ -21,29 +18,6 @@ MAX_LAYERS = 10_000
 """The largest accepted number of layers. The deepest networks ever trained have about 1000."""
 MAX_RANKS = 2**20
 """The largest number of processes of a job."""
-
-
-class Section(BaseModel):
-    """A section of the configuration, with typed fields. Unknown keys are errors, and values are immutable.
-
-    The string below each field documents it, and becomes its text in ``docs/config.md``.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    def violations(self) -> Iterator[RuleError]:
-        """Yield an error for each broken rule that involves several fields of the section. Loading raises the
-        first error.
-
-        Subclasses override this method.
-        """
-        return iter(())
-
-    @model_validator(mode="after")
-    def _hold_rules(self) -> Self:
-        for violation in self.violations():
-            raise violation
-        return self
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
         *_drop(tree),
         *_replace_values(tree),
         # These rules read several sections.
-        *((*_task_of_program(tree), *_unlimited(tree), *_rewrite_experts(tree)) if is_whole else ()),
+        *((*_set_missing_task(tree), *_unlimited(tree), *_rewrite_experts(tree)) if is_whole else ()),
     ]
     return tree, tuple(warnings)
 
@@ -208,7 +208,7 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
     return f"{path} ({node.place}) is an old spelling of {target}"
 
 
-def _task_of_program(tree: Node) -> Iterator[str]:
+def _set_missing_task(tree: Node) -> Iterator[str]:
     """Set ``Model.module``, if it is missing, to the task that the configured dataset is for: FleetX's later
     configuration files do not name the task. Yields warnings.
 

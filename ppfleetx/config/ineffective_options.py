@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import Section
 from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.registries import DATASETS, LOGGERS, OPTIMIZERS, SCHEDULES, OptimizerTraits
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig
 from ppfleetx.config.sections.data import MODES, DatasetConfig, DataSplitConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig, ProfilerConfig, SpikeConfig
@@ -94,7 +94,7 @@ def _loads(cfg: RunConfig) -> bool:
     return _resumes(cfg) or any(one is not None for one in more)
 
 
-def _reads_records(cfg: RunConfig, mode: str) -> bool:
+def _ignores_shuffle(cfg: RunConfig, mode: str) -> bool:
     """Whether the dataset of ``Data.<mode>`` orders its records itself, so that ``sampler.shuffle`` has no
     effect."""
     split = getattr(cfg.Data, mode)
@@ -307,7 +307,7 @@ SWITCHED_OFF = (
         _off(
             f"Data.{mode}.sampler: {keys}",
             f"Data.{mode}.dataset.name reads records of a file: {why}",
-            lambda cfg, mode=mode: _reads_records(cfg, mode),
+            lambda cfg, mode=mode: _ignores_shuffle(cfg, mode),
         )
         for mode, keys, why in (
             ("Train", "shuffle", "each pass has a new order"),

@@ -122,13 +122,13 @@ def read_config(
     _refuse_foreign(tree)
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
     refuse_unsupported(tree)
-    _refuse_unnamed_plugins(tree)
+    _refuse_unimported_plugins(tree)
     cfg, origins = validate(tree)
     cfg = _with_plugins(cfg, origins)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
 
 
-def _refuse_unnamed_plugins(tree: Node) -> None:
+def _refuse_unimported_plugins(tree: Node) -> None:
     """Raise ConfigError if ``Global.plugins`` lists a plugin that has not been imported. The user must name
     it, with ``--plugin`` or ``PPFLEETX_PLUGINS``, so a configuration file alone never makes code run."""
     section = tree.value.get("Global")

@@ -1,5 +1,4 @@
-"""Parallel plans, the rules that a legal plan satisfies (:data:`LEGAL`), and the order of passes in a
-pipeline.
+"""Parallel plans, and the rules that a legal plan satisfies (:data:`LEGAL`).
 
 Loading a configuration, the planner, the documentation and the test matrix all use these rules.
 """
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ppfleetx.config.errors import RuleError
 
@@ -20,7 +19,6 @@ AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
 PipelineSchedule = Literal["1f1b", "zb_h1"]
-Part = Literal["F", "B", "W"]
 
 _MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorizations that nearest_plan tries
 _OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
@@ -322,7 +320,7 @@ def enumerate_plans(world_size: int, work: Workload | None = None) -> list[Paral
     """List the legal parallel plans of ``world_size`` processes for the workload ``work``.
 
     Plans with ``pp_layers``, expert parallelism, ZB-H1 or more than two virtual stages per rank are left out.
-    Plans with offload to host memory are listed only if :func:`_offloads` allows them.
+    Plans with offload to host memory are listed only if :func:`_is_tried_with_offload` allows them.
     """
     plans = (
         plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
@@ -351,11 +349,11 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
     for stage, split_sequence, chunks in product(stages, (False, True), (1, 2)):
         full = replace(plan, sharding_stage=stage, sequence_parallel=split_sequence, virtual_pp_degree=chunks)
         yield full
-        if _offloads(full):
+        if _is_tried_with_offload(full):
             yield replace(full, sharding_offload=True)
 
 
-def _offloads(plan: ParallelPlan) -> bool:
+def _is_tried_with_offload(plan: ParallelPlan) -> bool:
     """Whether :func:`enumerate_plans` also tries ``plan`` with offload to host memory."""
     # Offload does not change the messages between ranks, so the test matrix needs only some plans with it.
     return (
@@ -404,44 +402,3 @@ def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> fl
     weighted by axis."""
     costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
     return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)
-
-
-class Pass(NamedTuple):
-    """One pass of a micro batch on a pipeline rank.
-
-    Attributes:
-        part: ``F`` for the forward pass, ``B`` for gradients of inputs, ``W`` for gradients of weights.
-    """
-
-    part: Part
-    micro: int
-
-
-def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """List the passes of one step on pipeline rank ``stage``, in order.
-
-    In the schedule ``1f1b`` (Narayanan et al. 2021), ``B`` is the whole backward pass.
-    """
-    order = zero_bubble_order(stage, num_stages, micro_batches)
-    return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
-
-
-def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """List the passes of one step on pipeline rank ``stage`` in the schedule ZB-H1.
-
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
-    """
-    ahead = min(num_stages - 1 - stage, micro_batches)
-    order = [Pass("F", micro) for micro in range(ahead)]
-    waiting = 0
-    for micro in range(micro_batches):
-        if ahead + micro < micro_batches:
-            order.append(Pass("F", ahead + micro))
-        order.append(Pass("B", micro))
-        waiting += 1
-        # Weight gradients are computed ``stage`` micro batches later than input gradients. The last ones fill
-        # the bubble at the end of the step.
-        if waiting > stage:
-            order.append(Pass("W", micro + 1 - waiting))
-            waiting -= 1
-    return order + [Pass("W", micro) for micro in range(micro_batches - waiting, micro_batches)]

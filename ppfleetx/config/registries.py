@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ppfleetx.config.field_types import RuleError
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.registry import Registry
 
 

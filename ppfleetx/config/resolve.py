@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ppfleetx.config.batch_sizes import BatchPlan, Ramp, resolve_batch
-from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import MAX_RANKS, RuleError, Section
+from ppfleetx.config.errors import ConfigError, RuleError
+from ppfleetx.config.field_types import MAX_RANKS
 from ppfleetx.config.message_text import counted
 from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.reading.tree import is_argument
@@ -22,6 +22,7 @@ from ppfleetx.config.rules import (
     position_violations,
     workload_of,
 )
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.data import MODES
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import violation_error
@@ -189,7 +190,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
     if cfg.Engine.run_mode == "epoch":  # Only the data determine the length of an epoch.
         return cfg
     lr = cfg.Optimizer.lr
-    decay_steps = lr.decay_steps or lr.length_of(cfg.Engine.max_steps, batch)
+    decay_steps = lr.decay_steps or lr.in_units(cfg.Engine.max_steps, batch)
     return cfg.changed("Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
 
 
@@ -268,17 +269,17 @@ def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
     if lr.decay_steps is None:
         return
     decay = lr.decay_steps
-    if lr.num_warmup_steps > decay:
+    if lr.warmup_length > decay:
         yield RuleError(
             ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),
-            f"a warm-up of {counted(lr.num_warmup_steps, lr.unit, 'g')} is longer than the schedule of "
+            f"a warm-up of {counted(lr.warmup_length, lr.unit, 'g')} is longer than the schedule of "
             f"{counted(decay, lr.unit)}; to train only the first steps of a longer one, set decay_steps to "
             "its length",
         )
-    if (lr.wsd_decay_steps or 0) + lr.num_warmup_steps > decay:
+    if (lr.wsd_decay_steps or 0) + lr.warmup_length > decay:
         yield RuleError(
             ("Optimizer.lr.wsd_decay_steps", "Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps"),
-            f"warm-up ({lr.num_warmup_steps:g}) and final decay ({lr.wsd_decay_steps}) are longer than the "
+            f"warm-up ({lr.warmup_length:g}) and final decay ({lr.wsd_decay_steps}) are longer than the "
             f"schedule of {counted(decay, lr.unit)}",
         )
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ppfleetx.config.field_annotations import all_keys, annotation_at, field_types, section_in
-from ppfleetx.config.field_types import Section
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 
@@ -141,7 +141,7 @@ _EFFECTIVE = {
     "num_query_groups": "kv_heads",
     "head_dim": "head_size",
     "ffn_hidden_size": "ffn_size",
-    "moe": "mixtures",
+    "moe": "normalized_moe",
     "logits_multiplier": "logits_factor",
     "add_qkv_bias": "has_qkv_bias",
     "add_out_proj_bias": "has_out_proj_bias",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import RuleError
+from ppfleetx.config.errors import ConfigError, RuleError
 from ppfleetx.config.parallel_plan import AXES, CONFIG_KEYS, ParallelPlan, Workload, violations
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, num_to_remove
@@ -227,8 +226,8 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             "the weights below adapters are not trained, so they are not pruned while training; prune the "
             "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
         )
-    if model.not_pruned is not None:
-        other, why = model.not_pruned
+    if model.why_not_prunable is not None:
+        other, why = model.why_not_prunable
         yield RuleError((f"{key}.enable", f"Model.{other}"), why)
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ppfleetx.config.errors import ConfigError, shown, shown_key
+from ppfleetx.config.errors import ConfigError, RuleError, shown, shown_key
 from ppfleetx.config.field_annotations import (
     accepts_only_strings,
     annotation_at,
@@ -18,8 +18,9 @@ from ppfleetx.config.field_annotations import (
     nearest_keys,
     section_in,
 )
-from ppfleetx.config.field_types import MAX_COUNT, RuleError, Section
+from ppfleetx.config.field_types import MAX_COUNT
 from ppfleetx.config.reading.tree import Node, value_at
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.root import RunConfig
 
 _MAX_ERRORS = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ppfleetx.config.field_types import Section
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.root import RunConfig
 
 RECORD_MARK = "# The configuration of a run."

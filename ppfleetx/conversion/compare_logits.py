@@ -69,11 +69,11 @@ def our_logits(
     return logits.transpose([1, 0, 2]).numpy()[..., : model.vocab_size]
 
 
-def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
+def difference(one: np.ndarray, two: np.ndarray, sources: str) -> float:
     """Return the largest absolute difference between two arrays of logits.
 
     Args:
-        whose: the sources of the two arrays, worded to follow "the logits" in messages, such as
+        sources: the sources of the two arrays, worded to follow "the logits" in messages, such as
             ``of A and of B``.
 
     Raises CheckpointError if a logit is not finite, or if the difference exceeds
@@ -81,11 +81,11 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
-            f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"
+            f"the logits {sources} are not all finite numbers (float16 holds nothing beyond 65504)"
         )
     largest = float(np.abs(one - two).max())
     if not largest <= TOLERANCE * max(1.0, float(np.abs(two).max())):
-        raise CheckpointError(f"the logits {whose} differ by {largest:.3g}")
+        raise CheckpointError(f"the logits {sources} differ by {largest:.3g}")
     return largest
 
 

@@ -17,10 +17,10 @@ from ppfleetx.checkpoint.model_only import load_tokenizer, read_ppfleetx, write_
 from ppfleetx.checkpoint.reshard import merge, reshard
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, shown
-from ppfleetx.config.field_types import Section
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.resume_policy import first_difference, network
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -171,7 +171,7 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
 def _section(key: str, said: Mapping[str, Any], model: ModelConfig) -> Section:
     if key == "rope_scaling":
         return section_of(RopeScalingConfig, said)
-    return section_of(MoEConfig, said).of_network(model.num_layers, model.ffn_size)
+    return section_of(MoEConfig, said).normalized(model.num_layers, model.ffn_size)
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:

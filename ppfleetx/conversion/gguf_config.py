@@ -44,9 +44,9 @@ class Architecture:
         shifts_norms: whether transformers stores norm weights minus 1. llama.cpp stores the weights.
         window_period: the number of layers in a period, if only some layers have a sliding window. The last
             layer of each period has full attention. None: all layers are the same.
-        scale_layers: for Gemma 2 and 3, the number of layers of the 27B model, by which llama.cpp recognizes
-            it. The 27B model divides attention scores by sqrt(hidden size / heads), the other sizes by
-            sqrt(head size). None for all other networks.
+        num_layers_27b: for Gemma 2 and 3, the number of layers of the 27B model, by which llama.cpp
+            recognizes it. The 27B model divides attention scores by sqrt(hidden size / heads), the other
+            sizes by sqrt(head size). None for all other networks.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Architecture:
     rotates_pairs: bool = False
     shifts_norms: bool = False
     window_period: int | None = None
-    scale_layers: int | None = None
+    num_layers_27b: int | None = None
 
 
 _SIZES = {
@@ -105,7 +105,7 @@ _ARCHITECTURES = (
         {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         shifts_norms=True,
         window_period=2,
-        scale_layers=46,
+        num_layers_27b=46,
     ),
     Architecture(
         "gemma3",
@@ -114,7 +114,7 @@ _ARCHITECTURES = (
         {"rope_local_base_freq": 10000.0},
         shifts_norms=True,
         window_period=6,
-        scale_layers=62,
+        num_layers_27b=62,
     ),
     Architecture("phi3", "phi3", _LLAMA | _WINDOW, rotary_part="partial_rotary_factor"),
     Architecture("olmo2", "olmo2", _LLAMA),
@@ -235,9 +235,9 @@ def config_of(
         per_head = config["hidden_size"] // config["num_attention_heads"]
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         config.setdefault("head_dim", per_head)
-        if row.scale_layers is not None:
-            is_scaled = config["num_hidden_layers"] == row.scale_layers
-            config["query_pre_attn_scalar"] = per_head if is_scaled else config["head_dim"]
+        if row.num_layers_27b is not None:
+            is_27b = config["num_hidden_layers"] == row.num_layers_27b
+            config["query_pre_attn_scalar"] = per_head if is_27b else config["head_dim"]
         if "attention_multiplier" in row.keys:
             config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     _add_window(config, metadata, row)
@@ -295,66 +295,66 @@ def _add_rope(
         raise CheckpointError(
             f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) can be rotated"
         )
-    said = f"{row.name}.rope.scaling."
-    if metadata.get(f"{said}finetuned") is False and row.name == "granite":
-        raise CheckpointError(f"{said}finetuned is false: {row.name} without rotary positions is not read")
+    prefix = f"{row.name}.rope.scaling."
+    if metadata.get(f"{prefix}finetuned") is False and row.name == "granite":
+        raise CheckpointError(f"{prefix}finetuned is false: {row.name} without rotary positions is not read")
     for name, default in _YARN_DEFAULTS.items():
-        if metadata.get(said + name, default) != default:
-            raise CheckpointError(f"{said}{name} {shown(metadata[said + name])} is not supported")
+        if metadata.get(prefix + name, default) != default:
+            raise CheckpointError(f"{prefix}{name} {shown(metadata[prefix + name])} is not supported")
     for name, one in factors.items():
         if one.shape != (turned // 2,):
             raise CheckpointError(f"{name} has not one factor for each of {turned // 2} rotary frequencies")
     is_longrope = all(name in factors for name in _LONGROPE_FACTORS.values())
-    scaling = _scaling(metadata, said, is_longrope=is_longrope)
+    scaling = _scaling(metadata, prefix, is_longrope=is_longrope)
     if is_longrope:
-        _add_longrope(config, metadata, said, factors)
+        _add_longrope(config, metadata, prefix, factors)
     elif np.any(factors.get(_LLAMA3_FACTORS, 1) != 1):
         config["rope_scaling"] = _llama3(factors[_LLAMA3_FACTORS], head_dim, config["rope_theta"])
     elif scaling is not None:
         config["rope_scaling"] = scaling
 
 
-def _scaling(metadata: Metadata, said: str, *, is_longrope: bool) -> dict[str, Any] | None:
+def _scaling(metadata: Metadata, prefix: str, *, is_longrope: bool) -> dict[str, Any] | None:
     """Return the ``rope_scaling`` of ``config.json``, converted from the metadata. None if the metadata
     describe no scaling. LongRoPE is converted by :func:`_add_longrope`, and the result here is None.
 
     Args:
-        said: the prefix of the metadata keys, such as ``llama.rope.scaling.``.
+        prefix: the prefix of the metadata keys, such as ``llama.rope.scaling.``.
         is_longrope: whether the file contains the tensors of LongRoPE's factors. LongRoPE without these
             tensors is not supported.
     """
     # Older files have only a factor, which llama.cpp reads as linear scaling.
-    kind = metadata.get(f"{said}type", "linear")
-    if kind == "none" or (kind == "linear" and not metadata.get(f"{said}factor")):
+    kind = metadata.get(f"{prefix}type", "linear")
+    if kind == "none" or (kind == "linear" and not metadata.get(f"{prefix}factor")):
         return None
     if kind == "longrope" and is_longrope:
         return None
-    if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
-        raise CheckpointError(f"{said}type {shown(kind)} is not supported")
+    if kind not in ("linear", "yarn") or metadata.get(f"{prefix}attn_factor", 1.0) != 1.0:
+        raise CheckpointError(f"{prefix}type {shown(kind)} is not supported")
     names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
     if kind == "yarn":
         names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-    given = {key: metadata.get(said + theirs) for key, theirs in names.items()}
+    given = {key: metadata.get(prefix + theirs) for key, theirs in names.items()}
     return {"rope_type": kind, **{key: _shortest(one) for key, one in given.items() if one is not None}}
 
 
 def _add_longrope(
-    config: dict[str, Any], metadata: Metadata, said: str, factors: Mapping[str, np.ndarray]
+    config: dict[str, Any], metadata: Metadata, prefix: str, factors: Mapping[str, np.ndarray]
 ) -> None:
     """Add LongRoPE's settings to ``config``: the short and long factors, and the original context length. The
     short factors apply up to this length.
 
     Args:
-        said: the prefix of the metadata keys, such as ``phi3.rope.scaling.``.
+        prefix: the prefix of the metadata keys, such as ``phi3.rope.scaling.``.
         factors: tensor name -> LongRoPE's factors.
     """
-    original = metadata.get(f"{said}original_context_length")
+    original = metadata.get(f"{prefix}original_context_length")
     if not original:
-        raise CheckpointError(f"its metadata lack {said}original_context_length")
+        raise CheckpointError(f"its metadata lack {prefix}original_context_length")
     lists = {key: list(map(_shortest, factors[name].tolist())) for key, name in _LONGROPE_FACTORS.items()}
     config["original_max_position_embeddings"] = original
     config["rope_scaling"] = {"rope_type": "longrope", **lists}
-    ratio, attention = config["max_position_embeddings"] / original, metadata.get(f"{said}attn_factor", 1.0)
+    ratio, attention = config["max_position_embeddings"] / original, metadata.get(f"{prefix}attn_factor", 1.0)
     if not math.isclose(attention, longrope_attention_factor(ratio, original), rel_tol=1e-6):
         config["rope_scaling"]["attention_factor"] = _shortest(attention)
 

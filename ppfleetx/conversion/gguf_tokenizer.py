@@ -352,7 +352,7 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     if the pre-tokenizer is not supported."""
     found = _comparable(tokenizer.definition.get("pre_tokenizer"))
     ignores_merges = bool(tokenizer.definition["model"].get("ignore_merges"))
-    names = [name for name, cut in _PRE_TOKENIZERS.items() if _comparable(cut) == found]
+    names = [name for name, one in _PRE_TOKENIZERS.items() if _comparable(one) == found]
     if names:
         return next((name for name in names if (name in _IGNORE_MERGES) == ignores_merges), names[0])
     raise CheckpointError(
@@ -361,11 +361,14 @@ def _pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     )
 
 
-def _comparable(cut: Any) -> Any:
+def _comparable(pre_tokenizer: Any) -> Any:
     """Return a copy of a ``pre_tokenizer`` that can be compared with others: without settings that do not
     affect tokens, and with defaults filled in."""
-    if isinstance(cut, Mapping):
-        # The original files of GPT-2 and Pythia are older than use_regex, which is true by default.
-        usual = {"use_regex": True, **cut} if cut.get("type") == "ByteLevel" else cut
-        return {key: _comparable(value) for key, value in usual.items() if key != "trim_offsets"}
-    return [_comparable(one) for one in cut] if isinstance(cut, list) else cut
+    if isinstance(pre_tokenizer, list):
+        return [_comparable(one) for one in pre_tokenizer]
+    if not isinstance(pre_tokenizer, Mapping):
+        return pre_tokenizer
+    # The original files of GPT-2 and Pythia are older than use_regex, which is true by default.
+    usual = {"use_regex": True} if pre_tokenizer.get("type") == "ByteLevel" else {}
+    filled_in = {**usual, **pre_tokenizer}
+    return {key: _comparable(value) for key, value in filled_in.items() if key != "trim_offsets"}

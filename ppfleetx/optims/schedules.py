@@ -173,7 +173,7 @@ def build_schedule(cfg_optimizer: OptimizerConfig, length: int) -> Schedule:
 
     Args:
         length: number of optimizer steps of the run, or of training samples if the schedule counts samples
-            (``LRConfig.length_of``). It is the length of a weight-decay ramp, and the default of
+            (``LRConfig.in_units``). It is the length of a weight-decay ramp, and the default of
             ``decay_steps``.
 
     Raises:

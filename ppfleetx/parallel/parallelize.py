@@ -150,7 +150,7 @@ def _optimizer_and_sync(
     named = [(parameter.info.name, parameter) for parameter in parameters]
     low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
     with_masters = precision.lower(parameters, train=train)
-    bucket_bytes = cfg.Distributed.bucket_bytes if train else None
+    bucket_bytes = cfg.Distributed.gradient_bucket_bytes if train else None
     optimizer = sharding = values = None
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import Sharding
@@ -203,7 +203,7 @@ def _values(
     if ctx.plan.sharding_stage == 3:
         return ParameterSharding(sharding, indexed_layers, ahead=overlaps)
     layers = [layer for _, layer in indexed_layers] if overlaps else None
-    return ParamBroadcast(trainable, sharding, layers, cfg.Distributed.packed_bytes)
+    return ParamBroadcast(trainable, sharding, layers, cfg.Distributed.broadcast_bucket_bytes)
 
 
 @paddle.no_grad()

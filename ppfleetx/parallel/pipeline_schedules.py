@@ -27,7 +27,7 @@ from paddle.distributed.fleet.meta_parallel import (
 )
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 
-from ppfleetx.config.parallel_plan import Pass, order_of
+from ppfleetx.config.pipeline_order import Pass, order_of
 from ppfleetx.nn.matmul import Matmul
 
 

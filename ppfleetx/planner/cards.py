@@ -10,9 +10,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
+from ppfleetx.config.field_types import NonNegativeFloat, PositiveFloat, PositiveInt, Text, UnitFloat
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.planner import ANY_CARD, shipped_cards

@@ -298,7 +298,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
         overlap=Overlap(
-            cfg.Distributed.bucket_bytes,
+            cfg.Distributed.gradient_bucket_bytes,
             values=cfg.Distributed.sharding.broadcast_overlap,
             messages=cfg.Distributed.overlap_p2p_comm,
         ),

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ppfleetx.config.parallel_plan import PipelineSchedule, order_of
+from ppfleetx.config.parallel_plan import PipelineSchedule
+from ppfleetx.config.pipeline_order import order_of
 
 _STEADY_ROUNDS = 3
 _WEIGHTS = -1

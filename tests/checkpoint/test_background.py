@@ -25,7 +25,7 @@ from tests.checkpoint.checkpoints import slices
 
 
 def live(seed=0):
-    return [replace(piece, is_live=True) for piece in slices(seed)]
+    return [replace(piece, changes_with_update=True) for piece in slices(seed)]
 
 
 def save(manager, step, tensors=None):
@@ -165,7 +165,7 @@ def test_an_abandoned_save_is_completed_when_nobody_else_is_needed(tmp_path, hel
 def test_memory_is_kept_and_what_is_a_copy_is_not_copied_again():
     copier, tensors = HostCopier(), live()
     fresh = np.arange(4.0, dtype=np.float32)
-    tensors[2] = replace(tensors[2], data=fresh, is_live=False, shape=(4,), global_shape=(4,))
+    tensors[2] = replace(tensors[2], data=fresh, changes_with_update=False, shape=(4,), global_shape=(4,))
     addresses = []
     for _ in range(2):
         copies, copy = copier.prepare(tensors)
@@ -174,5 +174,5 @@ def test_memory_is_kept_and_what_is_a_copy_is_not_copied_again():
         assert copies[2].array() is fresh
         for original, copied in zip(tensors, copies, strict=True):
             assert np.array_equal(original.array(), copied.array())
-            assert original.is_live != np.shares_memory(original.array(), copied.array())
+            assert original.changes_with_update != np.shares_memory(original.array(), copied.array())
     assert addresses[0] == addresses[1]

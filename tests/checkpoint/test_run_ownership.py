@@ -148,7 +148,7 @@ def test_the_record_of_a_directory(tmp_path):
     found = [record.includes(open_checkpoint(path)) for path in sorted(tmp_path.glob("epoch_*"))]
     assert found == [True, True, False]
     shutil.rmtree(tmp_path / "epoch_0_step_1")
-    assert newest_good(tmp_path, counts=record.includes).step == 3
+    assert newest_good(tmp_path, is_eligible=record.includes).step == 3
     content = (tmp_path / "run_id").read_bytes()
     (tmp_path / "run_id").write_bytes(content.replace(b"1", b"3", 1))
     assert read_run(tmp_path) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands.configs import bash_script
+from ppfleetx.commands.completion import bash_script
 from ppfleetx.commands.main import GROUPS, VERBS, call, usage
 from ppfleetx.config.errors import UserError
 

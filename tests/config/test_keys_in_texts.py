@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_args
 
-from ppfleetx.config.field_types import Section
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.root import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[2] / "ppfleetx"

@@ -135,7 +135,7 @@ def test_derived_values(small):
     cfg = load_config(small, ["Optimizer.lr.warmup_rate=0.25"])
     assert cfg.batch.accumulate_steps == cfg.Engine.accumulate_steps == 2
     assert cfg.batch.global_batch_size == cfg.Global.global_batch_size == 8
-    assert (cfg.Optimizer.lr.decay_steps, cfg.Optimizer.lr.num_warmup_steps) == (100, 25)
+    assert (cfg.Optimizer.lr.decay_steps, cfg.Optimizer.lr.warmup_length) == (100, 25)
     assert cfg.Engine.test_iters == 100
     assert load_config(small, ["Engine.run_mode=epoch"]).Optimizer.lr.decay_steps is None
 

@@ -84,7 +84,7 @@ SOURCES = {
             "Model.attention_kernel": "auto",
             "Engine.max_steps": 15258789,
             "Optimizer.lr.decay_steps": 15228271,
-            "Optimizer.lr.num_warmup_steps": pytest.approx(3906252 / 128, abs=1e-9),
+            "Optimizer.lr.warmup_length": pytest.approx(3906252 / 128, abs=1e-9),
         },
     ),
     "15B": (
@@ -105,7 +105,7 @@ SOURCES = {
             "Model.kv_heads": 8,
             "Engine.max_steps": 1000,
             "Engine.save_load.keep_max": None,
-            "Optimizer.lr.num_warmup_steps": 10,
+            "Optimizer.lr.warmup_length": 10,
             "Optimizer.lr.decay_steps": 1000,
             "Data.Train.dataset.weights": (0.3, 0.7),
         },
@@ -280,17 +280,17 @@ def test_layers_of_stages(arguments, chunks):
 
 def test_schedules():
     lr = loaded("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --min-lr 1e-5").Optimizer.lr
-    assert (lr.decay_style, lr.wsd_decay_steps, lr.num_warmup_steps, lr.decay_steps) == ("wsd", 3, 2, 10)
+    assert (lr.decay_style, lr.wsd_decay_steps, lr.warmup_length, lr.decay_steps) == ("wsd", 3, 2, 10)
     samples = loaded(
         "--train-samples 803 --lr-decay-samples 400 --lr-warmup-samples 16", without="--train-iters"
     )
     assert samples.Engine.max_steps == 100
-    assert (samples.Optimizer.lr.decay_steps, samples.Optimizer.lr.num_warmup_steps) == (50, 2)
+    assert (samples.Optimizer.lr.decay_steps, samples.Optimizer.lr.warmup_length) == (50, 2)
     length = "--train-samples 803"
     lr = loaded(
         f"{length} --lr-decay-samples 403 --lr-warmup-samples 20", without="--train-iters"
     ).Optimizer.lr
-    assert (lr.decay_steps, lr.num_warmup_steps) == (50, 2.5)
+    assert (lr.decay_steps, lr.warmup_length) == (50, 2.5)
     lr = loaded(
         f"{length} --lr-decay-style WSD --lr-wsd-decay-samples 80", without="--train-iters"
     ).Optimizer.lr
@@ -312,7 +312,7 @@ def test_the_rates_of_a_batch_that_grows_are_those_of_megatron(lengths, warmup, 
     cfg = loaded(f"--rampup-batch-size 2 2 50 --train-samples 403 {lengths}", without="--train-iters")
     assert cfg.Global.rampup_batch_size == (2, 2, 50)
     lr = cfg.Optimizer.lr
-    schedule = build_schedule(cfg.Optimizer, lr.length_of(cfg.Engine.max_steps, cfg.batch))
+    schedule = build_schedule(cfg.Optimizer, lr.in_units(cfg.Engine.max_steps, cfg.batch))
     samples = steps = 0
     while True:  # Megatron-LM's calculator of batch sizes, and its scheduler after each update
         size = 8 if samples > 50 else 2 + 2 * int(samples / (50 / 3))

@@ -63,7 +63,7 @@ def test_the_example(monkeypatch, tmp_path):
     assert str(cfg.plan) == "dp 1, mp 2, pp 2, sharding 2 (stage 1), sequence parallel"
     assert (cfg.batch.global_batch_size, cfg.batch.accumulate_steps) == (8, 4)
     assert (cfg.Model.hidden_size, cfg.Model.hidden_act, cfg.Model.vocab_size) == (1024, "gelu", 50257)
-    assert (cfg.Optimizer.lr.decay_style, cfg.Optimizer.lr.num_warmup_steps) == ("cosine", 100)
+    assert (cfg.Optimizer.lr.decay_style, cfg.Optimizer.lr.warmup_length) == ("cosine", 100)
     assert (cfg.Engine.eval_freq, cfg.Engine.save_load.keep_max, cfg.Engine.progress_bar) == (1000, 2, False)
     (tmp_path / "ours.yaml").write_text(result.yaml())
     assert load_config(tmp_path / "ours.yaml", world_size=8) == cfg

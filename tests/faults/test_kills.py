@@ -93,7 +93,7 @@ class KilledRuns:
         for path in named:
             open_checkpoint(path).verify()
             assert run_of(path) == record.run
-        newest = newest_good(output_dir, counts=record.includes).step
+        newest = newest_good(output_dir, is_eligible=record.includes).step
         assert newest == max(open_checkpoint(path).step for path in named)
         assert newest >= newest_before, f"step {newest} after step {newest_before}"
         # `latest` is written after the name is given; a kill between the two leaves it behind.

@@ -144,7 +144,7 @@ def test_describe_names_what_is_in_force():
 def test_a_fraction_of_a_step_belongs_to_the_warm_up():
     """As in Megatron and FleetX, a warm-up of 0.25 of 10 steps has 2.5 steps."""
     lr = LRConfig(max_lr=1.0, warmup_rate=0.25, decay_steps=10, decay_style="linear")
-    assert lr.num_warmup_steps == 2.5
+    assert lr.warmup_length == 2.5
     schedule = build_schedule(OptimizerConfig(lr=lr), 10)
     assert [schedule.lr(step) for step in (1, 2)] == [0.4, 0.8]
     assert schedule.lr(3) == pytest.approx(1 - 0.5 / 7.5)

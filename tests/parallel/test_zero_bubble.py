@@ -6,7 +6,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.parallel_plan import ParallelPlan as Plan
-from ppfleetx.config.parallel_plan import Pass, zero_bubble_order
+from ppfleetx.config.pipeline_order import Pass, zero_bubble_order
 from ppfleetx.nn.matmul import Matmul
 from tests.helpers.ranks import Pools
 from tests.parallel.test_async_exchanges import HALVES

@@ -410,7 +410,7 @@ def test_a_thread_that_keeps_the_program_waiting_is_named(
         owner, name = (HostCopier, "_copy") if what == "copy" else (storage, "write_safetensors")
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
         manager = BackgroundManager(tmp_path)
-        live = [replace(piece, is_live=True) for piece in slices()]
+        live = [replace(piece, changes_with_update=True) for piece in slices()]
         manager.save(epoch=0, step=1, tensors=live, state={"step": 1})
         wait = manager.wait_for_copy if what == "copy" else manager.wait
     looking = threading.Thread(target=look)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown
 from ppfleetx.config.field_annotations import accepts_only_strings, annotation_at, item_type
-from ppfleetx.config.field_types import Section
 from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, node_of, plain_value, put, same_value, value_at
+from ppfleetx.config.section import Section
 
 
 @dataclass(frozen=True)

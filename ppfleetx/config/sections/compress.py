@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     Bool,
     CountInt,
@@ -20,12 +21,11 @@ from ppfleetx.config.field_types import (
     PathText,
     PositiveFloat,
     PositiveInt,
-    RuleError,
-    Section,
     Size,
     Text,
     UnitFloat,
 )
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.lora import BLOCK_LINEARS, unmatched
 
 GROUP_MULTIPLE = 8

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     Bool,
     CountInt,
@@ -16,8 +17,6 @@ from ppfleetx.config.field_types import (
     Int,
     NonNegativeFloat,
     PathText,
-    RuleError,
-    Section,
     Seed,
     Size,
     Text,
@@ -25,6 +24,7 @@ from ppfleetx.config.field_types import (
 from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import DATASETS, TOKENIZERS, unknown_options
 from ppfleetx.config.registry import Registered
+from ppfleetx.config.section import Section
 
 GLUE_OUTPUTS = {
     name: DATASETS.traits(name).num_outputs

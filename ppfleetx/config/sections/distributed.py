@@ -6,16 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from ppfleetx.config.field_types import (
-    Bool,
-    CountInt,
-    Degree,
-    NumberChoice,
-    PositiveFloat,
-    RuleError,
-    Section,
-)
+from ppfleetx.config.errors import RuleError
+from ppfleetx.config.field_types import Bool, CountInt, Degree, NumberChoice, PositiveFloat
 from ppfleetx.config.parallel_plan import PipelineSchedule
+from ppfleetx.config.section import Section
 
 
 class ShardingConfig(Section):
@@ -90,12 +84,12 @@ class DistributedConfig(Section):
     layers."""
 
     @property
-    def bucket_bytes(self) -> int | None:
+    def gradient_bucket_bytes(self) -> int | None:
         """``bucket_size`` in bytes, for gradients; None without ``sharding.reduce_overlap``."""
-        return self.packed_bytes if self.sharding.reduce_overlap else None
+        return self.broadcast_bucket_bytes if self.sharding.reduce_overlap else None
 
     @property
-    def packed_bytes(self) -> int:
+    def broadcast_bucket_bytes(self) -> int:
         """``bucket_size`` in bytes, for broadcasts of small parameters, which are packed into shared
         messages. Does not depend on ``sharding.reduce_overlap``."""
         return int(self.bucket_size * 2**20)

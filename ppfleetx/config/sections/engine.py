@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     Bool,
     CountInt,
@@ -18,14 +19,13 @@ from ppfleetx.config.field_types import (
     PathText,
     PositiveFloat,
     PositiveInt,
-    RuleError,
-    Section,
     Seed,
     Text,
 )
 from ppfleetx.config.message_text import counted
 from ppfleetx.config.registries import CALLBACKS, LOGGERS, unknown_options
 from ppfleetx.config.registry import Registered
+from ppfleetx.config.section import Section
 
 
 class GlobalConfig(Section):

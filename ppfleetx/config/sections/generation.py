@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     MAX_COUNT,
     Bool,
@@ -18,13 +19,12 @@ from ppfleetx.config.field_types import (
     PenaltyFactor,
     PositiveFloat,
     PositiveInt,
-    RuleError,
     Says,
-    Section,
     Seed,
     Text,
     UnitFloat,
 )
+from ppfleetx.config.section import Section
 
 READ_BY = {
     "sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed"),

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from fnmatch import translate
 from functools import lru_cache
 
-from ppfleetx.config.field_types import Fraction, PathText, PositiveFloat, RuleError, Section, Size, Text
+from ppfleetx.config.errors import RuleError
+from ppfleetx.config.field_types import Fraction, PathText, PositiveFloat, Size, Text
+from ppfleetx.config.section import Section
 
 BLOCK_LINEARS = (
     *("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     MAX_SIZE,
     Bool,
@@ -14,8 +15,6 @@ from ppfleetx.config.field_types import (
     NumLayers,
     PositiveFloat,
     PositiveInt,
-    RuleError,
-    Section,
     Size,
     UnitFloat,
 )
@@ -29,6 +28,7 @@ from ppfleetx.config.registries import (
     PositionTraits,
 )
 from ppfleetx.config.registry import Registered
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -327,10 +327,11 @@ class ModelConfig(Section):
         return 4 * self.hidden_size
 
     @property
-    def mixtures(self) -> MoEConfig | None:
-        """The section ``moe`` in a form that is equal for equal networks; None if the model is dense. Null
-        values that shape the network are filled in. Keys that do not shape it have fixed values."""
-        return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
+    def normalized_moe(self) -> MoEConfig | None:
+        """A normalized copy of the section ``moe``: two sections that describe the same network have equal
+        copies. Null values that shape the network are filled in, and keys that do not shape it get fixed
+        values. None if the model is dense."""
+        return None if self.moe is None else self.moe.normalized(self.num_layers, self.ffn_size)
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -391,7 +392,7 @@ class ModelConfig(Section):
         return "LayerNormNoBias" if without_bias else self.normalization
 
     @property
-    def not_pruned(self) -> tuple[str, str] | None:
+    def why_not_prunable(self) -> tuple[str, str] | None:
         """Why heads and MLP units cannot be pruned, as (configuration key, reason); None if they can."""
         reasons = {
             "moe": "of mixtures of experts only whole experts are pruned (ppfleetx prune --part experts)",

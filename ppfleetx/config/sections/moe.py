@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Literal
 
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     Bool,
     CountInt,
@@ -13,10 +14,9 @@ from ppfleetx.config.field_types import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    RuleError,
-    Section,
     Size,
 )
+from ppfleetx.config.section import Section
 
 BATCH_LOSSES = ("switch", "gshard", "pooled")
 """Kinds of balancing loss that need the load of each expert over the whole global batch."""
@@ -139,9 +139,10 @@ class MoEConfig(Section):
             return tuple(sorted(self.layers))
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
-    def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
+    def normalized(self, num_layers: int, ffn_size: int) -> MoEConfig:
         """Return a normalized copy of this section: two sections that describe the same network have equal
-        copies. Keys that do not shape the network get fixed values."""
+        copies. Null values that shape the network are filled in, and keys that do not shape it get fixed
+        values."""
         default = type(self).model_fields
         return self.model_copy(
             update={

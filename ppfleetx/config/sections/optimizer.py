@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ppfleetx.config.batch_sizes import BatchPlan
+from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     Bool,
     CountInt,
@@ -18,13 +19,12 @@ from ppfleetx.config.field_types import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    RuleError,
-    Section,
     Text,
     UnitFloat,
 )
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES, unknown_options
 from ppfleetx.config.registry import Registered
+from ppfleetx.config.section import Section
 
 _STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear"}
 
@@ -62,13 +62,13 @@ class LRConfig(Section):
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of `wsd`."""
 
-    def length_of(self, steps: int, batch: BatchPlan) -> int:
+    def in_units(self, steps: int, batch: BatchPlan) -> int:
         """Convert the first ``steps`` optimizer steps of a run to the schedule's ``unit``. Returns ``steps``
         or the number of samples in these steps."""
         return batch.consumed_after(steps) if self.unit == "sample" else steps
 
     @property
-    def num_warmup_steps(self) -> float:
+    def warmup_length(self) -> float:
         """The length of the warm-up in the schedule's ``unit``: a number of steps or of samples. It can be a
         fraction if it is computed from ``warmup_rate``.
 

@@ -9,8 +9,8 @@ from pydantic import PrivateAttr
 
 from ppfleetx.config.batch_sizes import BatchPlan
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.field_types import Section
 from ppfleetx.config.parallel_plan import ParallelPlan
+from ppfleetx.config.section import Section
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.data import DataConfig, EvalConfig
 from ppfleetx.config.sections.distributed import DistributedConfig

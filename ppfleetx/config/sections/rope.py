@@ -8,15 +8,9 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from ppfleetx.config.field_types import (
-    Bool,
-    FloatFromOne,
-    NonNegativeFloat,
-    PositiveFloat,
-    RuleError,
-    Section,
-    Size,
-)
+from ppfleetx.config.errors import RuleError
+from ppfleetx.config.field_types import Bool, FloatFromOne, NonNegativeFloat, PositiveFloat, Size
+from ppfleetx.config.section import Section
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3.1 to 3.3, except ``factor``. Megatron-LM's ``--use-rope-scaling`` uses the same

@@ -95,24 +95,24 @@ def generation_defaults(
     return valid, notes
 
 
-def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
+def _translated(given: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
     """Convert transformers' generation defaults to keys of our `Generation` section. Also returns a
     description, such as ``top_h = 0.5``, of each default that cannot be converted.
 
     Args:
-        said: the content of a ``generation_config.json`` or a ``config.json``.
-        is_own_file: whether ``said`` comes from a ``generation_config.json``. If not, unknown keys are
+        given: the content of a ``generation_config.json`` or a ``config.json``.
+        is_own_file: whether ``given`` comes from a ``generation_config.json``. If not, unknown keys are
             ignored, because most keys of a ``config.json`` do not concern generation.
     """
-    given = {key: value for key, value in said.items() if value is not None}
-    samples, beams = given.get("do_sample") is True, given.get("num_beams")
+    defaults = {key: value for key, value in given.items() if value is not None}
+    samples, beams = defaults.get("do_sample") is True, defaults.get("num_beams")
     searches = isinstance(beams, int) and beams > 1
     strategy = "sampling" if samples else "beam_search" if searches else "greedy_search"
     unused = {*_HARMLESS, *(() if samples else _OF_SAMPLING), *(() if searches else _OF_SEARCH)}
-    if "max_new_tokens" in given:
+    if "max_new_tokens" in defaults:
         unused.add("max_length")
     keys, lost = {"decode_strategy": strategy, **DEFAULTS}, []
-    for name, value in given.items():
+    for name, value in defaults.items():
         if name in _SAME:
             keys[_SAME[name]] = value
         elif name in unused or value in _WITHOUT_COUNTERPART.get(name, ()):

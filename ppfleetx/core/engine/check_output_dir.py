@@ -1,4 +1,4 @@
-"""Check whether a run may start in its output directory, and find the checkpoints there.
+"""Check whether a run may start in its output directory.
 
 Does not import Paddle, so that errors are reported before Paddle is loaded.
 """
@@ -6,29 +6,19 @@ Does not import Paddle, so that errors are reported before Paddle is loaded.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, parse_step_directory
 from ppfleetx.checkpoint.output_dir import describe_os_error
-from ppfleetx.checkpoint.resolve_checkpoint import (
-    complete_checkpoints,
-    open_resolved,
-    resolve_checkpoint,
-    step_directories,
-)
-from ppfleetx.checkpoint.run_ownership import RUN_FILE, read_run, run_of
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkpoint, step_directories
+from ppfleetx.checkpoint.run_ownership import RUN_FILE, read_run
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import RECORD_MARK
-from ppfleetx.utils.output_files import exclusive_lock
 
 _KEY = "Engine.save_load.output_dir"
 RESUME, CKPT_DIR, INIT_FROM = (f"Engine.save_load.{name}" for name in ("resume", "ckpt_dir", "init_from"))
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
-
-
-# ---- before anything is written
 
 
 def check_start(cfg: RunConfig) -> None:
@@ -112,48 +102,3 @@ def _resumes_within(cfg: RunConfig) -> bool:
 def lies_in(checkpoint: Path, output_dir: Path) -> bool:
     """Return whether the checkpoint is directly inside ``output_dir``. Symbolic links are resolved first."""
     return checkpoint.resolve().parent == output_dir.resolve()
-
-
-def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
-    """Create the output directory, and lock it until ``stack`` is closed. Only rank 0 may call it. Raises
-    ConfigError if the directory cannot be used."""
-    check_start(cfg)
-    output_dir = output_dir_of(cfg)
-    busy = directory_error(cfg, "another run is training in this directory")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))
-    except OSError as error:
-        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
-    check_start(cfg)  # another run may have ended here in the meantime
-
-
-# ---- the start of a run
-
-
-def base_of(cfg: RunConfig) -> Path | None:
-    """Return the path of the checkpoint with the frozen base weights of adapters, which ``Model.lora.base``
-    names. Returns None if the key is not set. Raises CheckpointError if no checkpoint is found.
-
-    If ``Model.lora.base`` is the output directory and the run resumes, this is the newest checkpoint there
-    that another run saved, if there is one. The run's own checkpoints are skipped, because they
-    have adapters.
-    """
-    place = None if cfg.Model.lora is None else cfg.Model.lora.base
-    if place is None:
-        return None
-    output_dir = output_dir_of(cfg)
-    record = read_run(output_dir) if cfg.Engine.save_load.resume else None
-    # Skip the run's own checkpoints, which have adapters.
-    if record is not None and Path(place).resolve() == output_dir.resolve():
-        others = [path for path in complete_checkpoints(output_dir) if _is_anothers(path, record.run)]
-        if others:
-            return others[-1]
-    return resolve_checkpoint(place)
-
-
-def _is_anothers(path: Path, run: str) -> bool:
-    try:
-        return run_of(path) != run
-    except CheckpointError:
-        return False

@@ -1,5 +1,5 @@
-"""Claim the output directory for a run: check it, delete files of an earlier run, and write the configuration
-and the run's identity."""
+"""Claim the output directory for a run: check and lock it, delete files of an earlier run, and write the
+configuration and the run's identity."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from ppfleetx.core.engine.check_output_dir import (
     CONFIG_FILE,
     METRICS_FILE,
     RESUME,
+    check_start,
     directory_error,
     is_record,
     lies_in,
@@ -45,7 +46,21 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.output_files import atomic_write, put_aside, remove_unfinished
+from ppfleetx.utils.output_files import atomic_write, exclusive_lock, put_aside, remove_unfinished
+
+
+def lock_output_dir(cfg: RunConfig, stack: contextlib.ExitStack) -> None:
+    """Create the output directory, and lock it until ``stack`` is closed. Only rank 0 may call it. Raises
+    ConfigError if the directory cannot be used."""
+    check_start(cfg)
+    output_dir = output_dir_of(cfg)
+    busy = directory_error(cfg, "another run is training in this directory")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
+    check_start(cfg)  # another run may have ended here in the meantime
 
 
 def begin(
@@ -115,10 +130,10 @@ def claim(cfg: RunConfig, start: Start, will_reach: Callable[[int, int], bool]) 
     spared = frozenset(path for _, place in weight_sources(cfg) for path in _checkpoint_at(place))
     ownership = Ownership(record.run, options.keep_max, spared)
     try:
-        leaving = _checkpoints_to_delete(output_dir, earlier, ownership) if options.overwrite else []
-        _refuse_names_in_use(cfg, ownership, leaving, will_reach)
+        to_delete = _checkpoints_to_delete(output_dir, earlier, ownership) if options.overwrite else []
+        _refuse_names_in_use(cfg, ownership, to_delete, will_reach)
         if options.overwrite:
-            _delete_earlier_run(output_dir, earlier, leaving)
+            _delete_earlier_run(output_dir, earlier, to_delete)
         for place in (output_dir, output_dir / "tokenizer", output_dir / "predictions"):
             remove_unfinished(place, (RUN_FILE, *(path.name for path in place.glob("*") if path.is_file())))
         if record != earlier:
@@ -167,14 +182,14 @@ def _checkpoints_to_delete(output_dir: Path, earlier: RunRecord | None, ownershi
 
 
 def _refuse_names_in_use(
-    cfg: RunConfig, ownership: Ownership, leaving: list[Path], will_reach: Callable[[int, int], bool]
+    cfg: RunConfig, ownership: Ownership, to_delete: list[Path], will_reach: Callable[[int, int], bool]
 ) -> None:
     in_the_way = [
         path.name
         for path in sorted(output_dir_of(cfg).iterdir())
         if (at := parse_step_directory(path.name)) is not None
         and will_reach(*at)
-        and path not in leaving
+        and path not in to_delete
         and not ownership.may_replace(path)
         and not (is_damaged(path) and path.resolve() not in ownership.spared)
     ]
@@ -187,16 +202,16 @@ def _refuse_names_in_use(
         )
 
 
-def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete the checkpoints in ``leaving`` and the metrics of the run ``earlier``. Also delete the files
+def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, to_delete: list[Path]) -> None:
+    """Delete the checkpoints in ``to_delete`` and the metrics of the run ``earlier``. Also delete the files
     ``latest`` and ``best`` if they name one of these checkpoints. Without ``earlier``, metrics are kept."""
-    names = {path.name for path in leaving}
+    names = {path.name for path in to_delete}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
             fields = read_sealed(pointer) if pointer.is_file() else None
             if fields is not None and fields.get("checkpoint") in names:
                 pointer.unlink()
-        for path in leaving:
+        for path in to_delete:
             delete_checkpoint(path)
     if staying := sorted(path.name for path in step_directories(output_dir)):
         get_logger().warning(
@@ -210,7 +225,7 @@ def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, leaving: li
         path.unlink()
     get_logger().warning(
         f"overwriting run {earlier.run} in {output_dir}: deleted its metrics and "
-        f"{counted(len(leaving), 'checkpoint')}"
+        f"{counted(len(to_delete), 'checkpoint')}"
     )
 
 

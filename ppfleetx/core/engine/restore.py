@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_adapter_or_head, refuse_without_base
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.resolve_checkpoint import (
+    complete_checkpoints,
     newest_complete,
     newest_good,
     open_resolved,
     resolve_checkpoint,
 )
 from ppfleetx.checkpoint.rng import restore_rng_state
-from ppfleetx.checkpoint.run_ownership import read_run
+from ppfleetx.checkpoint.run_ownership import read_run, run_of
 from ppfleetx.checkpoint.state_dict import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
@@ -25,13 +26,7 @@ from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.engine import SaveLoadConfig
 from ppfleetx.config.sections.moe import is_router_load
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.core.engine.check_output_dir import (
-    CKPT_DIR,
-    INIT_FROM,
-    RESUME,
-    base_of,
-    output_dir_of,
-)
+from ppfleetx.core.engine.check_output_dir import CKPT_DIR, INIT_FROM, RESUME, output_dir_of
 from ppfleetx.core.engine.resume_checks import (
     Fingerprints,
     check_resumed,
@@ -290,13 +285,13 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
             there is none and ``ckpt_dir`` is not set.
     """
     record = read_run(output_dir)
-    counts = (lambda _: True) if record is None else record.includes
+    is_eligible = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
-        return newest_good(output_dir, verify=options.verify, counts=counts)
+        return newest_good(output_dir, verify=options.verify, is_eligible=is_eligible)
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
     checkpoint = _open(str(output_dir), options)
-    if not counts(checkpoint):
+    if not is_eligible(checkpoint):
         raise CheckpointError(
             f"the run in {output_dir} has no checkpoint yet, and {checkpoint.path} is another run's; "
             "Engine.save_load.resume=auto starts it again from its beginning"
@@ -332,3 +327,31 @@ def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start
         key, place = start.found_by.rpartition(".")[2], str(start.checkpoint.path)
         cfg = cfg.changed("Engine", save_load=cfg.Engine.save_load.model_copy(update={key: place}))
     return cfg, start
+
+
+def base_of(cfg: RunConfig) -> Path | None:
+    """Return the path of the checkpoint with the frozen base weights of adapters, which ``Model.lora.base``
+    names. Returns None if the key is not set. Raises CheckpointError if no checkpoint is found.
+
+    If ``Model.lora.base`` is the output directory and the run resumes, this is the newest checkpoint there
+    that another run saved, if there is one. The run's own checkpoints are skipped, because they
+    have adapters.
+    """
+    place = None if cfg.Model.lora is None else cfg.Model.lora.base
+    if place is None:
+        return None
+    output_dir = output_dir_of(cfg)
+    record = read_run(output_dir) if cfg.Engine.save_load.resume else None
+    # Skip the run's own checkpoints, which have adapters.
+    if record is not None and Path(place).resolve() == output_dir.resolve():
+        others = [path for path in complete_checkpoints(output_dir) if _is_anothers(path, record.run)]
+        if others:
+            return others[-1]
+    return resolve_checkpoint(place)
+
+
+def _is_anothers(path: Path, run: str) -> bool:
+    try:
+        return run_of(path) != run
+    except CheckpointError:
+        return False

@@ -16,9 +16,9 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.yaml_dump import run_record
 from ppfleetx.core.engine import claim_output_dir as claiming
-from ppfleetx.core.engine.check_output_dir import base_of, check_start, lock_output_dir, output_dir_of
-from ppfleetx.core.engine.claim_output_dir import claim
-from ppfleetx.core.engine.restore import Start, find_start
+from ppfleetx.core.engine.check_output_dir import check_start, output_dir_of
+from ppfleetx.core.engine.claim_output_dir import claim, lock_output_dir
+from ppfleetx.core.engine.restore import Start, base_of, find_start
 from ppfleetx.distributed.context import ParallelContext
 from tests.checkpoint.checkpoints import save
 

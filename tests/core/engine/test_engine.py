@@ -106,7 +106,7 @@ def test_a_resumed_run_drops_the_records_that_its_checkpoint_does_not_know(tmp_p
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"kind": "tr')
-    keep_until(path, 4, consumed=32, evaluated=2)
+    keep_until(path, 4, max_consumed_samples=32, max_evaluated_step=2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [records[i] for i in (0, 1, 4, 7)]
 
 

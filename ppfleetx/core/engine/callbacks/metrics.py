@@ -146,7 +146,11 @@ class MetricsFile(Recorder):
     def on_fit_start(self, run: Run) -> None:
         state = run.state
         if state.step:
-            self._forget(state.step, consumed=state.consumed_samples, evaluated=state.evaluated_step)
+            self._forget(
+                state.step,
+                max_consumed_samples=state.consumed_samples,
+                max_evaluated_step=state.evaluated_step,
+            )
         elif self._path.exists():
             get_logger().info(f"renamed the metrics of an earlier run to {put_aside(self._path)}")
 
@@ -186,25 +190,27 @@ class MetricsFile(Recorder):
             get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
 
 
-def keep_until(path: Path, step: int, *, consumed: float = math.inf, evaluated: float = math.inf) -> None:
+def keep_until(
+    path: Path, step: int, *, max_consumed_samples: float = math.inf, max_evaluated_step: float = math.inf
+) -> None:
     """Remove the records of steps after ``step``, and incomplete lines, from a metrics file.
 
     Args:
-        consumed: also remove spike records whose ``consumed_samples`` is larger. After going back to a
-            checkpoint, a run writes the checkpoint's step into the spike record, so the step alone does not
-            show that the record is newer.
-        evaluated: also remove records of evaluations after this step.
+        max_consumed_samples: also remove spike records whose ``consumed_samples`` is larger. After going back
+            to a checkpoint, a run writes the checkpoint's step into the spike record, so the step alone does
+            not show that the record is newer.
+        max_evaluated_step: also remove records of evaluations after this step.
     """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _has_happened(line, step, consumed, evaluated)]
+    kept = [line for line in lines if _has_happened(line, step, max_consumed_samples, max_evaluated_step)]
     if kept != lines:
         with atomic_write(path, "w") as file:
             file.write("".join(f"{line}\n" for line in kept))
 
 
-def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bool:
+def _has_happened(line: str, step: int, max_consumed_samples: float, max_evaluated_step: float) -> bool:
     try:
         record = json.loads(line)
         at_step = record["step"]
@@ -212,11 +218,11 @@ def _has_happened(line: str, step: int, consumed: float, evaluated: float) -> bo
         return False  # such as an incomplete last line
     match record.get("kind"):
         case "eval":  # an interrupted evaluation is repeated when the run resumes at this step
-            return at_step <= min(step, evaluated)
+            return at_step <= min(step, max_evaluated_step)
         case "spike":  # if the run went back to a checkpoint, the record has that checkpoint's step
             if "consumed_samples" not in record and record.get("to_step") is not None:  # of an older version
-                return at_step <= step and record["samples"][0] < consumed
-            return at_step <= step and record.get("consumed_samples", 0) <= consumed
+                return at_step <= step and record["samples"][0] < max_consumed_samples
+            return at_step <= step and record.get("consumed_samples", 0) <= max_consumed_samples
         case _:
             return at_step <= step
 
