@@ -78,7 +78,7 @@ def read_gguf(path: str | Path) -> Weights:
     network_of(keys, str(path))
     names = _name_converter(config)
     ours = {}
-    for rule in rules(config):
+    for rule in rules(config, BY_TYPE[config["model_type"]].names):
         if missing := [name for name in map(names, rule.theirs) if name not in tensors]:
             raise CheckpointError(f"{path} lacks the tensor {missing[0]}")
         parts = [_in_hf_layout(tensors.pop(names(theirs)), theirs, config) for theirs in rule.theirs]
@@ -244,7 +244,7 @@ def write_gguf(
     config = FAMILIES[config["model_type"]].config(config["model_type"], model, network(model)) | config
     names = _name_converter(config)
     theirs: dict[str, LazyTensor] = {}
-    for rule in rules(config):
+    for rule in rules(config, row.names):
         for index, name in enumerate(rule.theirs):
             theirs[names(name)] = _part(rule, tensors[rule.ours], index, name, config)
     factors = rope_factors(model)

@@ -16,6 +16,7 @@ from ppfleetx.config.sections.rope import LLAMA3, RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.gguf_tokenizer import special_id
 from ppfleetx.conversion.huggingface.families import FAMILIES
+from ppfleetx.conversion.huggingface.family import in_layers
 from ppfleetx.conversion.huggingface.rope import DEFAULT_BASE
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies, longrope_attention_factor
 
@@ -35,6 +36,8 @@ class Architecture:
         model_type: Hugging Face's ``model_type``.
         keys: key of ``config.json`` -> key of the metadata, without the architecture prefix.
         fixed: keys and values of ``config.json`` that are the same for all files of this architecture.
+        names: entries that replace some of ``Family.names``, if llama.cpp stores several of Hugging Face's
+            tensors as one.
         biases: key of ``config.json`` -> the tensor whose presence makes the key true.
         lacks: key of ``config.json`` -> the tensor whose absence makes the key true.
         rotary_part: the ``config.json`` key for the rotated fraction of each head; None: whole heads are
@@ -53,6 +56,7 @@ class Architecture:
     model_type: str
     keys: Mapping[str, str]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     rotary_part: str | None = None
@@ -79,6 +83,7 @@ _LLAMA = _LLAMA_WITHOUT_RMS | {"rms_norm_eps": "attention.layer_norm_rms_epsilon
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _QUERY_BIAS, _UP_BIAS = "blk.0.attn_q.bias", "blk.0.ffn_up.bias"
+_QUERY_NORM = "blk.0.attn_q_norm.weight"
 _LLAMA_BIASES = {"attention_bias": _QUERY_BIAS, "mlp_bias": _UP_BIAS}
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _ARCHITECTURES = (
@@ -130,7 +135,11 @@ _ARCHITECTURES = (
         "stablelm",
         _LLAMA_WITHOUT_RMS
         | {"layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
-        biases={"use_qkv_bias": _QUERY_BIAS},
+        names=in_layers(
+            "model.layers.{}.self_attn",
+            {"attention.q_norm": "q_layernorm", "attention.k_norm": "k_layernorm"},
+        ),
+        biases={"use_qkv_bias": _QUERY_BIAS, "qk_layernorm": _QUERY_NORM},
         lacks={"use_parallel_residual": "blk.0.ffn_norm.weight"},
         rotary_part="partial_rotary_factor",
     ),
@@ -138,7 +147,7 @@ _ARCHITECTURES = (
         "command-r",
         "cohere",
         _LLAMA_WITHOUT_RMS | {"layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
-        biases={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        biases={"use_qk_norm": _QUERY_NORM},
     ),
     Architecture(
         "cohere2",

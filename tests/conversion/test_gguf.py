@@ -77,6 +77,7 @@ CONFIGS = {
     "olmo2": _HF_SIZES,
     "starcoder2": _HF_SIZES | {"sliding_window": None},
     "stablelm": _HF_SIZES | {"use_qkv_bias": True, "use_parallel_residual": True},
+    "stablelm with norms of heads": _HF_SIZES | {"qk_layernorm": True, "partial_rotary_factor": 0.5},
     "cohere": _HF_SIZES | {"logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": _HF_SIZES | {"logit_scale": 0.25, "sliding_window": 8, "head_dim": 8},
 }
@@ -181,6 +182,19 @@ def test_norms_of_heads_are_float32(tmp_path, tokenizer):
     write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer, dtype="q8_0")
     kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
     assert {kinds[f"blk.0.{name}.weight"] for name in ("attn_q_norm", "attn_k_norm", "attn_norm")} == {"F32"}
+
+
+def test_norms_of_heads_are_rows_of_one_tensor(tmp_path, tokenizer):
+    """transformers has one tensor for each head of a StableLM."""
+    model, tensors = network("stablelm with norms of heads")
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    write_hf(tensors, model, tmp_path / "hf")
+    stored = {one.name: one.data for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    theirs = read_safetensors(tmp_path / "hf/model.safetensors")
+    for part, heads in (("q", model.num_attention_heads), ("k", model.num_query_groups)):
+        rows = [f"model.layers.1.self_attn.{part}_layernorm.norms.{head}.weight" for head in range(heads)]
+        wanted = np.stack([theirs[row].read() for row in rows])
+        np.testing.assert_array_equal(stored[f"blk.1.attn_{part}_norm.weight"], wanted)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +331,6 @@ def test_what_is_refused(tmp_path, llama, message):
         ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which cannot be written as GGUF"),
         ("gemma2", {"query_pre_attn_scalar": 16}, "attention_multiplier = 0.25"),
         ("starcoder2", {"sliding_window": 8}, "attention_window = 7"),
-        ("stablelm", {"qk_layernorm": True}, "no tensor for .*q_layernorm"),
     ],
 )
 def test_networks_that_are_not_written(tmp_path, tokenizer, name, changes, message):

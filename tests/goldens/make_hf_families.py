@@ -3,8 +3,8 @@
     python tests/goldens/make_hf_families.py
 
 writes hf_families.json (configurations and token ids) and hf_families.npz (logits) beside this file. Made
-with transformers 5.24.0, torch 2.14.1 (CPU). The weights are not stored: tests/generation/hf_weights.py makes
-them from their names on both sides.
+with transformers 5.24.0, torch 2.14.1 (CPU); stablelm_norms_serial with torch 2.13.0. The weights are not
+stored: tests/generation/hf_weights.py makes them from their names on both sides.
 """
 
 from __future__ import annotations
@@ -114,6 +114,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_norms": (
         "stablelm",
         {**SIZES, "num_key_value_heads": 2, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
+    "stablelm_norms_serial": (
+        "stablelm",
+        {
+            **SIZES, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2,
+            "intermediate_size": 38, "partial_rotary_factor": 0.4, "qk_layernorm": True, "use_qkv_bias": True,
+        },
     ),
     "phi3": ("phi3", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}),
     # The 20 tokens of the logits are a long row, and in the next case a short one; continuations of prompts

@@ -132,12 +132,17 @@ class Rule:
         return tuple(one.T for one in arrays) if self.is_transposed else arrays
 
 
-def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
+def rules(hf_config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[Rule]:
     """Return one conversion rule for each of our parameters, in model order. The measured loads of experts
-    have no rule, because Hugging Face does not store them. Raises UserError if the network is not
-    supported."""
+    have no rule, because Hugging Face does not store them.
+
+    Args:
+        names: entries that replace some of ``Family.names``.
+
+    Raises UserError if the network is not supported.
+    """
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
-    names = {**family.names, **family.other_names(hf_config)}
+    names = {**family.names, **family.other_names(hf_config), **(names or {})}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
