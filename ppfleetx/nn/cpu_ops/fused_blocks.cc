@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "few_bits.h"
@@ -236,15 +237,28 @@ void Activate(const Shape& shape, float* wide, int64_t rows) {
   for (int64_t j = 0; j < rest; ++j) wide[i + j] = gate[j] * up[j];
 }
 
+// Allocates arrays that begin at a cache line. The product of one row loads and stores its sums again and again, which
+// takes up to 10 % longer if each SIMD vector lies across two lines.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{64};
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kAlignment)); }
+  void deallocate(T* pointer, size_t) { ::operator delete(pointer, kAlignment); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+using Floats = std::vector<float, LineAllocator<float>>;
+
 // Memory for intermediate results. Results that are not needed at the same time share a buffer.
 struct Scratch {
-  std::vector<float> normed, wide, context, branch;
+  Floats normed, wide, context, branch;
   Scratch(const Shape& shape, int64_t rows)
       : normed(rows * shape.hidden), wide(rows * std::max(shape.QkvWidth(), shape.Wide())),
         context(rows * shape.ContextWidth()), branch(rows * shape.hidden) {}
 };
 
-void Add(std::vector<float>& branch, const Norm& norm, int64_t rows, float* hidden) {
+void Add(Floats& branch, const Norm& norm, int64_t rows, float* hidden) {
   if (norm) norm(branch.data(), rows, branch.data());
   for (size_t i = 0; i < branch.size(); ++i) hidden[i] += branch[i];
 }
