@@ -209,10 +209,11 @@ def _warmup(tree: Node, path: str, node: Node) -> str:
 
 
 def _set_missing_task(tree: Node) -> Iterator[str]:
-    """Set ``Model.module``, if it is missing, to the task that the configured dataset is for: FleetX's later
-    configuration files do not name the task. Yields warnings.
+    """Set ``Model.module``, if it is missing, to the task that the configured dataset is for, because the
+    configuration files of later FleetX versions do not name the task. Yields warnings.
 
-    Also removes ``Data.Eval`` if its dataset is for offline evaluation, which reads ``Offline_Eval`` instead.
+    Also removes ``Data.Eval`` if its dataset is for offline evaluation: offline evaluation reads the section
+    ``Offline_Eval``.
     """
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),

@@ -12,7 +12,7 @@ from ppfleetx.nn.stage import Stage, build_stage
 
 
 class StagedModel(nn.Layer):
-    """A model that runs its stages in sequence.
+    """A model that runs its stages (embedding, blocks, final norm, head) in sequence.
 
     Args:
         seed: seed of the initial weights; None if the caller sets the weights later.

@@ -105,8 +105,8 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether the override ``later`` sets the same value as ``earlier``. ``later`` is for the same key, or
-    for a section that contains it."""
+    """Return whether the value that the override ``earlier`` set is the same after the override ``later``.
+    The caller ensures that ``later`` sets the key of ``earlier``, or a section that contains this key."""
     value = value_at(plain_value(later.node), earlier.path[len(later.path) :])
     return value is not UNSET and same_value(node_of(value, later.place), earlier.node)
 

@@ -196,9 +196,13 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(files: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """Return the contents of the files in which to save a tokenizer, by file name. ``files`` has the
-    contents of the tokenizer's own files. ``AutoTokenizer.from_pretrained`` loads the same tokenizer from the
-    result. ``eod`` is the end-of-document token; None if there is none."""
+    """Return the files to write when a tokenizer is saved, as {file name: content}. From a directory with
+    these files, ``AutoTokenizer.from_pretrained`` loads the same tokenizer.
+
+    Args:
+        files: the contents of the files from which the tokenizer was loaded.
+        eod: the end-of-document token; None if there is none.
+    """
     definition, model = files.definition, files.definition["model"]
     texts = {CONFIG: _made_config(eod), **files.side_texts}
     if _has_only_vocab_and_merges(definition):

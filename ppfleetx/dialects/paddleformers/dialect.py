@@ -259,7 +259,8 @@ def recomputation(run: Translation) -> None:
 
 
 def profile(run: Translation) -> None:
-    """Translate the steps to profile. They have no effect without ``profile``."""
+    """Translate the options that say which steps the profiler records. PaddleFormers ignores them unless its
+    option ``profile`` is set."""
     if run.flag("profile", False):
         profiler(run)
 
