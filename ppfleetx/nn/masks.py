@@ -21,12 +21,12 @@ def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """Return the mask of the keys that each query may attend to, ``[batch, 1, queries, keys]``. Without
-    ``document_start``, the batch dimension is 1.
+    """Return the causal mask, restricted to each query's document: True where a query may attend to a key,
+    ``[batch, 1, queries, keys]``.
 
     Args:
         document_start: ``[batch, queries]``, the first position that each query may attend to, for packed
-            documents and left-padded prompts; None: no limit.
+            documents and left-padded prompts. None: the mask is only causal, ``[1, 1, queries, keys]``.
     """
     causal = causal_mask(num_queries, num_keys).unsqueeze([0, 1])
     if document_start is None:

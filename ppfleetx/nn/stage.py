@@ -1,7 +1,7 @@
 """A model as a list of named stages, and parameters with canonical names and slices.
 
-A stage is a recipe (class and arguments) for one layer, such as a transformer block. A single device builds
-all stages. A pipeline rank builds only the stages of its own part of the model.
+A stage is a recipe (class and arguments) for one layer, such as a transformer block. It is not a pipeline
+stage: a single device builds all stages, and a pipeline rank those of its own part of the model.
 """
 
 from __future__ import annotations

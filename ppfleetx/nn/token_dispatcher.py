@@ -197,8 +197,8 @@ class Route:
 
     @cached_property
     def _by_node(self) -> paddle.Tensor:
-        """The inverse permutation of :attr:`_by_place`. Indexing rows with it restores the order in which they
-        arrived: by the node from which they came."""
+        """The inverse permutation of :attr:`_by_place`. Indexing rows with it restores the order in which
+        they arrived: by the node from which they came."""
         return upload(self._passing_order().argsort())
 
     def _passing_order(self) -> np.ndarray:

@@ -199,8 +199,8 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Run ``call``, which needs the gradients of a layer's weights: at the end of the backward pass, or
-        immediately if ``can_wait`` is False."""
+        """Run ``call``, which sends the gradients of a layer's weights. If ``can_wait``, it runs at the end
+        of the backward pass, else immediately."""
         # When the gradient of the layer's input exists, the gradients of its weights may be incomplete:
         # Paddle may add to them later, for example if there is a cast between weight and matmul. In stage 3,
         # only the first layer can wait, because ranks must send the gradients of a layer before they fetch

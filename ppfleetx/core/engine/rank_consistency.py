@@ -147,8 +147,9 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 
 def _operators(cfg: RunConfig) -> dict[str, str]:
-    """Return whether the CPU operators are compiled on this rank, for example
-    ``{"CPU operators": "compiled"}``. Only operators that affect losses are listed."""
+    """Return the state on this rank of the CPU operators that affect losses, such as
+    ``{"CPU operators": "compiled"}``. If the run can compute in bfloat16, a second entry says whether this
+    CPU can, or why not."""
     found = {"CPU operators": "compiled" if ops.are_available() else NOT_COMPILED}
     precision = cfg.Engine.mix_precision
     if precision.enable or cfg.Optimizer.muon.newton_schulz_dtype == "auto":

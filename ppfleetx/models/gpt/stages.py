@@ -1,4 +1,5 @@
-"""Build the stages of a model, which describe its layers, from the configuration section ``Model``."""
+"""Build the stages of a model from the configuration section ``Model``. A stage describes one layer, such as
+a block; it is not a pipeline stage."""
 
 from __future__ import annotations
 

@@ -30,16 +30,16 @@ def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
 
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
-    """Arrange the packed 4-bit integers ``[in / 2, out]`` of a weight (uint8) in panels of columns,
-    ``[panels, in / 8, panel width, 4]``."""
-    # The last dimension holds 8 successive integers of a column in 4 bytes.
+    """Arrange the packed 4-bit integers of a weight, ``[in / 2, out]`` uint8, in panels of columns,
+    ``[panels, in / 8, panel width, 4]``. The 4 bytes of the last dimension hold 8 successive integers of a
+    column."""
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
     """Arrange the 8-bit integers ``[in, out]`` of a weight in panels of columns,
-    ``[panels, in / 4, panel width, 4]``, padded with zeros."""
-    # The last dimension holds 4 successive integers of a column.
+    ``[panels, in / 4, panel width, 4]``, padded with zeros. The last dimension holds 4 successive integers of
+    a column."""
     quads = -(-levels.shape[0] // 4)
     return _fill(levels, 4).reshape([quads, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
