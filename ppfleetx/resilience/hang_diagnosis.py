@@ -24,11 +24,17 @@ class Explanation:
 
     Attributes:
         sentence: the explanation for the user.
+        at_fault: the ranks for which others wait, but which do not wait themselves. Empty if none is found,
+            or if an error ended the job. If no rank waits at all, these are the ranks that make no progress
+            or, if there are none, all ranks with a report.
+        silent: the ranks that have written no report.
         goes_on: the ranks that still make progress. If there are any, the job does not hang. Empty if an
             error ended the job.
     """
 
     sentence: str
+    at_fault: tuple[int, ...]
+    silent: tuple[int, ...]
     goes_on: tuple[int, ...]
 
 
@@ -41,7 +47,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
     edges = {rank: _absent(rank, call, reports) for rank, call in waits.items()}
     failure = _failure(waits, edges, reports)
     if failure:
-        return Explanation(failure + _steps(reports), ())
+        return Explanation(failure + _steps(reports), (), silent, ())
     awaited = {rank for absent in edges.values() for rank in absent}
     at_fault = tuple(sorted(awaited - set(waits)))
     if not waits:
@@ -49,7 +55,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
         text = f"no rank waits for another: {_places(at_fault, reports, name=len(reports) > 1)}"
         if silent:
             text += f"; {ranks_text(silent)} wrote no report: {_silent_reason(silent, reports)}"
-        return Explanation(text + _steps(reports), goes_on)
+        return Explanation(text + _steps(reports), at_fault, silent, goes_on)
     if at_fault:
         near = [rank for rank in waits if set(edges[rank]) & set(at_fault)]
         text = _waiting(near, waits)
@@ -57,12 +63,12 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
         if others:
             text += f", and {ranks_text(others)} for {'it' if len(near) == 1 else 'them'}"
         text += f"; {_arrival(at_fault, reports, silent)}"
-        return Explanation(text + _steps(reports), goes_on)
+        return Explanation(text + _steps(reports), at_fault, silent, goes_on)
     text = _disagreement(waits, reports)
     if not text:
         answered = [rank for rank, absent in edges.items() if not absent]
         text = _network(answered, waits, reports) if answered else _crossed(waits, edges, reports)
-    return Explanation(text + _steps(reports), goes_on)
+    return Explanation(text + _steps(reports), (), silent, goes_on)
 
 
 def explain_alone(report: Report) -> Explanation:
@@ -72,7 +78,8 @@ def explain_alone(report: Report) -> Explanation:
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
     )
     goes_on = (report.rank,) if report.goes_on else ()
-    return Explanation(text + _steps({report.rank: report}), goes_on)
+    others = tuple(rank for rank in range(report.world_size) if rank != report.rank)
+    return Explanation(text + _steps({report.rank: report}), (), others, goes_on)
 
 
 def _failure(
