@@ -20,11 +20,12 @@ Fact = TypeVar("Fact")
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a job hangs, as found from the reports of its ranks.
+    """Why a job hangs, as found from the reports of its ranks. The attributes are the keys that
+    ``ppfleetx hang-report --json`` prints.
 
     Attributes:
         sentence: the explanation for the user.
-        at_fault: the ranks for which others wait, but which do not wait themselves. Empty if none is found,
+        missing: the ranks for which others wait, but which do not wait themselves. Empty if none is found,
             or if an error ended the job. If no rank waits at all, these are the ranks that make no progress
             or, if there are none, all ranks with a report.
         silent: the ranks that have written no report.
@@ -33,7 +34,7 @@ class Explanation:
     """
 
     sentence: str
-    at_fault: tuple[int, ...]
+    missing: tuple[int, ...]
     silent: tuple[int, ...]
     goes_on: tuple[int, ...]
 
@@ -49,21 +50,21 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
     if failure:
         return Explanation(failure + _steps(reports), (), silent, ())
     awaited = {rank for absent in edges.values() for rank in absent}
-    at_fault = tuple(sorted(awaited - set(waits)))
+    missing = tuple(sorted(awaited - set(waits)))
     if not waits:
-        at_fault = tuple(sorted(set(reports) - set(goes_on))) or tuple(sorted(reports))
-        text = f"no rank waits for another: {_places(at_fault, reports, name=len(reports) > 1)}"
+        missing = tuple(sorted(set(reports) - set(goes_on))) or tuple(sorted(reports))
+        text = f"no rank waits for another: {_places(missing, reports, name=len(reports) > 1)}"
         if silent:
             text += f"; {ranks_text(silent)} wrote no report: {_silent_reason(silent, reports)}"
-        return Explanation(text + _steps(reports), at_fault, silent, goes_on)
-    if at_fault:
-        near = [rank for rank in waits if set(edges[rank]) & set(at_fault)]
+        return Explanation(text + _steps(reports), missing, silent, goes_on)
+    if missing:
+        near = [rank for rank in waits if set(edges[rank]) & set(missing)]
         text = _waiting(near, waits)
         others = [rank for rank in waits if rank not in near]
         if others:
             text += f", and {ranks_text(others)} for {'it' if len(near) == 1 else 'them'}"
-        text += f"; {_arrival(at_fault, reports, silent)}"
-        return Explanation(text + _steps(reports), at_fault, silent, goes_on)
+        text += f"; {_arrival(missing, reports, silent)}"
+        return Explanation(text + _steps(reports), missing, silent, goes_on)
     text = _disagreement(waits, reports)
     if not text:
         answered = [rank for rank, absent in edges.items() if not absent]
@@ -136,14 +137,14 @@ def _shown(call: CallNote) -> str:
     return f"{call} (shape {list(call.shape)}, {call.dtype})"
 
 
-def _arrival(at_fault: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
+def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
     parts = []
-    quiet = [rank for rank in at_fault if rank in silent]
+    quiet = [rank for rank in missing if rank in silent]
     if quiet:
         parts.append(
             f"{ranks_text(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}"
         )
-    present = [rank for rank in at_fault if rank not in silent]
+    present = [rank for rank in missing if rank not in silent]
     if present:
         parts.append(f"{ranks_text(present)} never arrived: {_places(present, reports)}")
     return "; ".join(parts)

@@ -200,7 +200,7 @@ def test_the_command_prints_sentence_and_ranks(tmp_path, capsys):
     call("hang-report", [str(tmp_path / "hang"), "--json"])
     told_again = json.loads(capsys.readouterr().out)
     assert told_again["sentence"] == lines[0]
-    assert told_again["silent"] == [3]
+    assert told_again["silent"] == told_again["missing"] == [3]
     assert told_again["ranks"]["1"]["waits_for"]["number"] == 5
 
 
