@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import ipaddress
 import logging
@@ -87,7 +88,8 @@ def open_socket(cfg: RunConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _address_error(cfg, "Serve.port", error) from error
+        key = "Serve.host" if error.errno == errno.EADDRNOTAVAIL else "Serve.port"
+        raise _address_error(cfg, key, error) from error
     return listener
 
 
@@ -153,11 +155,9 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
     from ppfleetx.data.chat.templates import chosen_template
 
     try:
-        template = chosen_template(tokenizer, cfg.Serve.chat_template, key="Serve.chat_template")
+        template = chosen_template(tokenizer, cfg.Serve.chat_template)
     except UserError as error:
-        raise ConfigError(
-            str(error), key="Serve.chat_template", place=cfg.origins.get("Serve.chat_template")
-        ) from error
+        raise cfg.error("Serve.chat_template", str(error)) from error
     if template.is_plain:
         get_logger().info(
             "the model has no chat template: chats are written with the plain one (docs/chat.md)"
