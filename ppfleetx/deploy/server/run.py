@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError, naming
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED
@@ -231,6 +232,15 @@ def _make_server(service: Service) -> uvicorn.Server:
                 service.scheduler.close(0)
             else:
                 os._exit(EXIT_INTERRUPTED)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if running := len(self.server_state.tasks):
+                get_logger().info(
+                    "stopping: %s may take %g s to finish (Serve.shutdown_timeout); a second Ctrl-C ends now",
+                    counted(running, "request"),
+                    service.cfg.shutdown_timeout,
+                )
+            await super().shutdown(sockets)
 
     log = logging.getLogger("uvicorn")
     log.handlers, log.propagate = list(get_logger().handlers), False

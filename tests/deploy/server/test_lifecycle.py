@@ -36,6 +36,7 @@ def test_ctrl_c_ends_it_in_a_bounded_time(served_checkpoint: Path, tmp_path: Pat
     assert '"code":"shutting_down"' in error
     assert server.process.wait(60) == 0
     server.http.close()
+    assert "may take 1 s to finish (Serve.shutdown_timeout); a second Ctrl-C ends" in server.log
     assert "stopped by SIGINT" in server.log
     assert "Traceback" not in server.log
 
