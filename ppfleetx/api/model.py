@@ -311,6 +311,13 @@ class GPT:
         batch, single = as_prompts(prompts)
         if stream and self.tokenizer is None:
             raise ConfigError("a stream is of text, and the model has no tokenizer", key="Data.tokenizer")
+        if stream and single and cfg.num_return_sequences > 1:
+            raise ConfigError(
+                "the pieces of several continuations of one prompt could not be told apart. Give a list of "
+                "one prompt: its stream says to which continuation each piece belongs",
+                key="num_return_sequences",
+                value=cfg.num_return_sequences,
+            )
 
         def run(on_text: Callable[[int, int, str], None] | None = None) -> list[list[Generation]]:
             return self.generator.generate(batch, cfg, seed=self.cfg.Global.seed, on_text=on_text)

@@ -15,6 +15,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.reading.overrides import Setting
+from ppfleetx.config.registries import DATASETS
 from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, idx_path, optimal_dtype
@@ -134,6 +135,9 @@ class Trainer:
         output_dir: str | Path | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        for one in callbacks:
+            if isinstance(one, type):
+                raise ConfigError(f"callbacks are objects; give {one.__name__}() in place of {one.__name__}")
         self._callbacks, self._model, self._has_trained = list(callbacks), None, False
         self.history: list[dict[str, Any]] = []
         self._source = config_source(config)
@@ -240,9 +244,26 @@ def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
     return str(place)
 
 
+def _refuse_other_records(raw: RunConfig, given: Iterable[tuple[str, Any]]) -> None:
+    """Raise ConfigError if there are data for a set whose dataset cannot read them, because it reads records
+    (such as conversations) and not texts. ``given`` has pairs of a set, such as ``Train``, and its data."""
+    for mode, data in given:
+        section = getattr(raw.Data, mode)
+        if data is None or section is None or DATASETS.traits(section.dataset.name).kind == "corpus":
+            continue
+        raise raw.error(
+            f"Data.{mode}.dataset.name",
+            f"{mode.lower()}_data are texts, which this dataset does not read. Name its file in "
+            f"Data.{mode}.dataset.input_dir and split in place of {mode.lower()}_data; for texts set "
+            f"Data.{mode}.dataset.name to GPTDataset",
+        )
+
+
 def _data_settings(raw: RunConfig, train_data: Any, eval_data: Any, home: Path) -> list[Setting]:
     if train_data is None and eval_data is None:
         return []
+    evaluated = train_data if eval_data is None else eval_data
+    _refuse_other_records(raw, [("Train", train_data), ("Eval", evaluated)])
     tokenizer = load_tokenizer(raw)
     found: list[Setting] = []
     for mode, data, whole in (("Train", train_data, [1, 0, 0]), ("Eval", eval_data, [0, 1, 0])):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.manifest import parse_step_directory
-from ppfleetx.checkpoint.resolve_checkpoint import newest_complete
+from ppfleetx.checkpoint.resolve_checkpoint import newest_complete, resolve_checkpoint
 from ppfleetx.checkpoint.run_ownership import read_run
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import ConfigSource, read_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.utils.launcher_env import rank
@@ -64,6 +65,22 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
             del course["decay_style"]
         values |= {f"{_LR}.{name}": value for name, value in course.items() if not is_given(f"{_LR}.{name}")}
     return [Setting(key, value, "the defaults of finetuning") for key, value in values.items()]
+
+
+def without_own_base(config: ConfigSource, given: Sequence[Override]) -> list[Override]:
+    """Return the overrides ``given`` without ``Engine.save_load.init_from``, if that is the checkpoint that
+    ``Model.lora.base`` names as well. Such a run reads the frozen weights from its base, begins with new
+    adapters, and saves the adapters alone."""
+    cfg = read_config(config, given)[0]
+    base, start = None if cfg.Model.lora is None else cfg.Model.lora.base, cfg.Engine.save_load.init_from
+    if base is None or start is None:
+        return [*given]
+    try:
+        is_base = resolve_checkpoint(base, verify=False).samefile(start)
+    except CheckpointError:  # the run says what is wrong with the base
+        is_base = False
+    key = "Engine.save_load.init_from"
+    return [one for one in given if not (is_base and isinstance(one, Setting) and one.key == key)]
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:

@@ -98,14 +98,14 @@ examples:
     )
 
     def run(self) -> None:
-        from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
+        from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to, without_own_base
         from ppfleetx.commands.initialize import initialize
 
         given = [*self.override, *self.settings()]
         with job_of(
             self.checkpoint, self.config, given, key="Engine.save_load.init_from", option="--from"
         ) as job:
-            overrides = job.overrides
+            overrides = without_own_base(job.config, job.overrides)
             if self.max_steps is not None:
                 overrides += up_to(self.max_steps, job.config, overrides)
             if self.config is None:

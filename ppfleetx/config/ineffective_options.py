@@ -283,7 +283,12 @@ SWITCHED_OFF = (
     _off_while(
         "Engine.spike.max_in_a_row", "Engine.spike.action", "stop", ", which ends the run at the first spike"
     ),
-    _off_while("Engine: eval_freq eval_iters", "Data.Eval", None, ": there is nothing to evaluate on"),
+    _off(
+        "Engine: eval_freq eval_iters",
+        "Data.Eval is null: there is nothing to evaluate on",
+        lambda cfg: cfg.Data.Eval is None and cfg.Engine.eval_freq != 0,
+    ),
+    _off_while("Engine.eval_iters", "Data.Eval", None, ": there is nothing to evaluate on"),
     _off_while("Engine.test_iters", "Data.Test", None),
     _off_while(_others("Profiler", ProfilerConfig, "enable"), "Profiler.enable", False),
     _off(

@@ -182,7 +182,8 @@ class TextGenerator(ABC):
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
         emit = None if batch.on_text is None else partial(batch.on_text, batch.first_prompt + prompt, copy)
-        return RowText(self.tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
+        stops = (stop,) if isinstance(stop, str) else stop
+        return RowText(self.tokenizer, stops, ids, emit, end_ids=batch.end_ids)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -107,7 +107,8 @@ class NoTokenizer:
 
 class RowText:
     """Decodes the generated tokens of one sequence one by one, up to the first stop string. ``prompt`` has
-    the token ids of the sequence's prompt. ``emit`` is called with each new piece of text."""
+    the token ids of the sequence's prompt. ``emit`` is called with each new piece of text. The tokens in
+    ``end_ids`` end the sequence; as in vLLM, they add nothing to the text."""
 
     def __init__(
         self,
@@ -115,7 +116,10 @@ class RowText:
         stops: Sequence[str],
         prompt: Sequence[int],
         emit: Callable[[str], None] | None = None,
+        *,
+        end_ids: Collection[int] = (),
     ) -> None:
+        self._end_ids = frozenset(end_ids)
         self._decoder = tokenizer.stream_decoder(skip_special_tokens=True, after=prompt)
         self._stops, self._emit = tuple(stops), emit
         self._sent: list[str] = []
@@ -125,7 +129,7 @@ class RowText:
     def feed(self, token_id: int) -> bool:
         """Add a token. Returns whether the text contains a complete stop string. Tokens after the stop
         string are ignored."""
-        if not self._ended:
+        if not self._ended and token_id not in self._end_ids:
             self._held += self._decoder.feed(token_id)
             self._release()
         return self._ended

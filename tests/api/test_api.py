@@ -205,6 +205,13 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
         (lambda: ppfleetx.GPT2Tokenizer.from_pretrained("gpt2"), DataError, "no tokenizer at gpt2"),
         (lambda: model.generate("x", max_length=3), ConfigError, "max_length"),
         (lambda: model.generate("x", prompt="y"), ConfigError, "first argument"),
+        (lambda: model.generate("x", do_sample=True), ConfigError, r"Did you mean decode_strategy\?"),
+        (lambda: model.generate("x", max_tokens=3), ConfigError, r"Did you mean max_dec_len\?"),
+        (
+            lambda: model.generate("x", stream=True, num_return_sequences=2),
+            ConfigError,
+            "num_return_sequences = 2: .* could not be told apart",
+        ),
         (lambda: model.loss([[1]]), DataError, "nothing to predict"),
         (lambda: model.save("output"), CheckpointError, "exists already"),
         (lambda: model.to_huggingface("output"), CheckpointError, "not empty|empty directory"),
@@ -224,6 +231,21 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
         (lambda: ppfleetx.Trainer("debug/gpt_nano", {"Engine.max_step": 3}), ConfigError, "max_steps"),
         (lambda: ppfleetx.Trainer("debug/gpt_nano", train_data=["a"]), DataError, "texts need a tokenizer"),
         (lambda: ppfleetx.Trainer("debug/gpt_nano", [3]), ConfigError, "an override is a text"),
+        (
+            lambda: ppfleetx.Trainer("debug/gpt_nano", callbacks=[ppfleetx.Callback]),
+            ConfigError,
+            r"give Callback\(\)",
+        ),
+        (
+            lambda: ppfleetx.Trainer(
+                "debug/gpt_nano",
+                {"Data.Train.dataset.name": "ChatDataset", "Data.Train.dataset.split": "train"},
+                train_data=["a"],
+                tokenizer="tokenizer",
+            ),
+            ConfigError,
+            "Data.Train.dataset.name = 'ChatDataset': train_data are texts",
+        ),
     ):
         with pytest.raises(error, match=rule):
             call()

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from ppfleetx.checkpoint.run_ownership import RunRecord, write_run
-from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
+from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to, without_own_base
 from ppfleetx.commands.main import call
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.overrides import Setting
 from tests.checkpoint.checkpoints import OWN, save
 
 MODEL = {
@@ -89,6 +90,18 @@ def test_more_steps_go_on_with_the_run_that_is_there(config: Path, tmp_path: Pat
         assert not more or options.num_train_epochs == 20
     anew = [*given, "Engine.save_load.overwrite=True"]
     assert not load_config(config, [*anew, *up_to(20, config, anew)]).Engine.save_load.resume
+
+
+def test_adapters_alone_begin_anew_beside_their_base(config: Path, tmp_path: Path) -> None:
+    """`finetune --from BASE -o Model.lora.base=BASE`: BASE holds no adapters to start from."""
+    for name in ("base", "other"):
+        save(tmp_path / name, step=1)
+    start = Setting("Engine.save_load.init_from", tmp_path / "base/epoch_0_step_1", "--from")
+    for base, left in (("base", None), ("other", start.value), ("nowhere", start.value)):
+        given = [start, LORA, f"Model.lora.base={tmp_path / base}"]
+        cfg = load_config(config, without_own_base(config, given))
+        assert cfg.Engine.save_load.init_from == (left if left is None else str(left)), base
+    assert without_own_base(config, [start, LORA]) == [start, LORA]
 
 
 @pytest.mark.parametrize("verb", ["train", "finetune"])

@@ -92,6 +92,7 @@ CASES = [
     (["Engine.spike={action: skip, window: 9}"], ""),
     (["Engine.spike={action: stop, max_in_a_row: 9}"], "Engine.spike.max_in_a_row"),
     (["Data.Eval=null", "Engine.eval_freq=3", "Engine.eval_iters=2"], "eval_freq eval_iters"),
+    (["Data.Eval=null", "Engine.eval_freq=0"], ""),
     (["Data.Eval.dataset.max_seq_len=64", "Engine.eval_freq=3"], ""),
     (["Engine.test_iters=3"], "Engine.test_iters"),
     (["Profiler.scheduler=[2, 3]", "Profiler.summary.mem=True"], "scheduler Profiler.summary"),

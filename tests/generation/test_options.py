@@ -53,6 +53,9 @@ def test_what_ends_a_continuation(generator: Generator, tokenizer) -> None:
     ended = ids_of(generator, **GREEDY, ignore_eos=True, stop_token_ids=(free[0][5],))
     assert ended[0] == free[0][: free[0].index(free[0][5]) + 1]
     assert ids_of(generator, **GREEDY, ignore_eos=True) == ids_of(generator, **GREEDY, eos_token_id=())
+    options = GenerationConfig(**GREEDY, ignore_eos=True, stop_token_ids=(free[0][5],))
+    [[one]] = generator.generate(PROMPTS[:1], options)
+    assert one.text == tokenizer.decode(one.ids[:-1]), "as in vLLM, what ends a text is not in it"
 
 
 def test_bad_words_do_not_occur(generator: Generator, tokenizer) -> None:

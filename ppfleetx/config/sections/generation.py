@@ -119,7 +119,7 @@ class TokenOptions(Section):
     logit_bias: dict[TokenId, Float] = Field(default_factory=dict)
     """For each token id, a number to add to its logit."""
     stop_token_ids: tuple[CountInt, ...] = ()
-    """Further tokens that end a continuation."""
+    """Further tokens that end a continuation. What ends it is not in its text."""
     ignore_eos: Bool = False
     """The model's end tokens do not end a continuation; tokens of `stop_token_ids` still do."""
     structured_outputs: StructuredOutputs | None = None

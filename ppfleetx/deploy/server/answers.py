@@ -186,8 +186,8 @@ class RowAnswer:
 
 
 class Answer(ABC):
-    """Base class that builds the response to a request, as a whole or in chunks. Tokens in ``end_ids`` are
-    left out of the lists of log-probabilities."""
+    """Base class that builds the response to a request, as a whole or in chunks. The tokens that end a
+    continuation are left out of the lists of log-probabilities, as they are left out of the text."""
 
     object_name: str
     piece_name: str
@@ -200,11 +200,10 @@ class Answer(ABC):
         answer_id: str,
         *,
         tokenizer: Tokenizer,
-        end_ids: Sequence[int],
     ) -> None:
         self.request, self.prompts, self.model_name = request, prompts, model_name
         self.answer_id, self.created = answer_id, int(time.time())
-        self.tokenizer, self._end_ids = tokenizer, end_ids
+        self.tokenizer, self._end_ids = tokenizer, prompts[0].end_ids  # all prompts have the same
 
     @abstractmethod
     def whole_choice(

@@ -320,7 +320,6 @@ async def _answer(
         wanted.model or service.cfg.model_name,
         f"{kind}-{secrets.token_hex(12)}",
         tokenizer=service.tokenizer,
-        end_ids=service.scheduler.end_ids,
     )
     answering = RequestEvents(service.scheduler, prompts, request.receive, timeout, service.metrics)
     if wanted.stream:

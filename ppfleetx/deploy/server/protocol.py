@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from ppfleetx.config.field_annotations import annotation_at, describe, key_type
+from ppfleetx.config.field_annotations import annotation_at, describe, key_type, members
 from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 
 
@@ -93,6 +93,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: NotSupported = None
+    include_obfuscation: NotSupported = None
 
 
 def _format(value: Any) -> Any:
@@ -136,6 +137,7 @@ class GenerationRequest(Request, TokenOptions):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     # Clients of vLLM send these. Values that ask for unsupported behavior are refused.
@@ -216,9 +218,10 @@ def _without_nulls(body: bytes) -> bytes | str:
 
 def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    unknown = sorted(str(one["loc"][-1]) for one in details if one["type"] == "extra_forbidden")
-    if unknown:
-        names, known = ", ".join(map(quoted, unknown[:8])), ", ".join(kind.model_fields)
+    places = sorted([*map(str, one["loc"])] for one in details if one["type"] == "extra_forbidden")
+    if places:
+        unknown, known = [".".join(place) for place in places], ", ".join(_fields_at(places[0][:-1], kind))
+        names = ", ".join(map(quoted, unknown[:8]))
         return bad_request(
             f"unknown parameter{'s' * (len(unknown) > 1)} {names}; known: {known}",
             param=unknown[0][:_MAX_QUOTED],
@@ -237,6 +240,15 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
         return bad_request(f"{param}: each key must be {describe(keys)}, not {quoted(key)}", param=param)
     param = ".".join(map(str, first["loc"]))
     return bad_request(f"{param}: {message[:1].lower()}{message[1:]}", param=param)
+
+
+def _fields_at(path: list[str], kind: type[BaseModel]) -> list[str]:
+    """Return the names of the parameters in the object at ``path`` of a request body."""
+    known = kind
+    for part in path:
+        choices = members(known.model_fields[part].annotation)
+        known = next(one for one in choices if isinstance(one, type) and issubclass(one, BaseModel))
+    return [".".join([*path, name]) for name in known.model_fields]
 
 
 def quoted(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import ipaddress
 import logging
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError, naming
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED
@@ -87,7 +89,8 @@ def open_socket(cfg: RunConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _address_error(cfg, "Serve.port", error) from error
+        key = "Serve.host" if error.errno == errno.EADDRNOTAVAIL else "Serve.port"
+        raise _address_error(cfg, key, error) from error
     return listener
 
 
@@ -153,11 +156,9 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
     from ppfleetx.data.chat.templates import chosen_template
 
     try:
-        template = chosen_template(tokenizer, cfg.Serve.chat_template, key="Serve.chat_template")
+        template = chosen_template(tokenizer, cfg.Serve.chat_template)
     except UserError as error:
-        raise ConfigError(
-            str(error), key="Serve.chat_template", place=cfg.origins.get("Serve.chat_template")
-        ) from error
+        raise cfg.error("Serve.chat_template", str(error)) from error
     if template.is_plain:
         get_logger().info(
             "the model has no chat template: chats are written with the plain one (docs/chat.md)"
@@ -231,6 +232,15 @@ def _make_server(service: Service) -> uvicorn.Server:
                 service.scheduler.close(0)
             else:
                 os._exit(EXIT_INTERRUPTED)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if running := len(self.server_state.tasks):
+                get_logger().info(
+                    "stopping: %s may take %g s to finish (Serve.shutdown_timeout); a second Ctrl-C ends now",
+                    counted(running, "request"),
+                    service.cfg.shutdown_timeout,
+                )
+            await super().shutdown(sockets)
 
     log = logging.getLogger("uvicorn")
     log.handlers, log.propagate = list(get_logger().handlers), False

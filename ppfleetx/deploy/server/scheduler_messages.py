@@ -127,7 +127,7 @@ class RunningSequence:
         self._index = prompt.first_index + copy
         self._row = Row(prompt.max_new_tokens)
         self._pieces: list[str] = []
-        self._text = RowText(tokenizer, prompt.stops, prompt.ids, self._pieces.append)
+        self._text = RowText(tokenizer, prompt.stops, prompt.ids, self._pieces.append, end_ids=prompt.end_ids)
         self._stream = (
             RandomStream(prompt.seed, prompt.prompt_index, copy, tokenizer.vocab_size)
             if prompt.options.temperature > 0

@@ -44,8 +44,10 @@ def _name_of(tool: Any) -> str | None:
 
 
 def _parameters_of(tool: dict[str, Any]) -> Any:
+    """Return the JSON schema of a tool's arguments. As in OpenAI's API, a tool without one has none."""
     given = tool["function"].get("parameters")
-    return {"type": "object"} if given in (None, {}) else given
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return nothing if given in (None, {}) else given
 
 
 def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:

@@ -137,6 +137,16 @@ def test_models(client: openai.OpenAI) -> None:
         ({"stop": ""}, "stop", "none of them empty"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        (
+            {"stream": True, "stream_options": {"usage": True}},
+            "stream_options.usage",
+            "unknown parameter 'stream_options.usage'; known: stream_options.include_usage",
+        ),
+        (
+            {"structured_outputs": {"regx": "a"}},
+            "structured_outputs.regx",
+            "known: structured_outputs.json_schema",
+        ),
         ({"prompt": ["a", ""]}, "prompt", "is empty"),
         ({"prompt": [[1], "a", [None]]}, "prompt", "a list of token ids"),
         ({"prompt": [1, 300]}, "prompt", "300 is not a token id"),
@@ -204,6 +214,8 @@ def test_what_changes_nothing_may_be_sent(server: Server) -> None:
         "stream_options": None,
     }
     assert server.complete(seed=1, **neutral).json()["choices"] == plain
+    options = {"include_usage": False, "include_obfuscation": False}
+    assert server.complete(stream=True, stream_options=options).status_code == 200
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -140,7 +140,7 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
 
         answering = RequestEvents(service.scheduler, prompts, receive, 0.3, service.metrics)
         named = ("gpt", "cmpl-1")
-        answer = CompletionAnswer(wanted, prompts, *named, tokenizer=service.tokenizer, echoes=(), end_ids=())
+        answer = CompletionAnswer(wanted, prompts, *named, tokenizer=service.tokenizer, echoes=())
         scope: dict = {}
         await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 30)
         assert scope["state"]["ended_as"] == 504

@@ -51,6 +51,22 @@ def test_options_are_those_of_the_offline_generator(server: Server, offline: Gen
     assert answer["choices"][0]["finish_reason"] == expected.finish_reason
 
 
+def test_what_ends_an_answer_is_not_in_it(server: Server, offline: Generator) -> None:
+    """Neither in its text, as in vLLM, nor in its log-probabilities. A token that ends nothing is in both."""
+    section = GenerationConfig(decode_strategy="greedy_search", max_dec_len=12, ignore_eos=True)
+    [[free]] = offline.generate(["the cat"], section)
+    body = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop_token_ids": [free.ids[5]]}
+    [ended] = server.complete(**body, logprobs=0).json()["choices"]
+    place = free.ids.index(free.ids[5])
+    assert ended["finish_reason"] == "stop"
+    assert ended["text"] == offline.tokenizer.decode(free.ids[:place])
+    assert len(ended["logprobs"]["tokens"]) == place
+    biased = {"logit_bias": {str(offline.tokenizer.eod_id): 100}, "max_tokens": 3, "logprobs": 0}
+    for ignored in (True, False):
+        answer = server.complete(**biased, ignore_eos=ignored).json()
+        assert len(answer["choices"][0]["logprobs"]["tokens"]) == 3 * ignored
+
+
 @needs_llguidance
 def test_forms_of_an_answer(client: openai.OpenAI) -> None:
     body = {"model": "gpt", "messages": CHAT, "max_tokens": 400, "seed": 1}
@@ -126,6 +142,17 @@ def test_references_in_the_schema_of_a_tool(client: openai.OpenAI, given: dict) 
     for call in calls:
         possible = {"number": (3, 4), "switch": (True, False)}[call.name]
         assert json.loads(call.arguments)["x"] in possible
+
+
+@needs_llguidance
+@pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}], ids=str)
+def test_a_tool_without_parameters_is_called_without_arguments(client: openai.OpenAI, given: dict) -> None:
+    chosen = {"type": "function", "function": {"name": "now"}}
+    tools = [{"type": "function", "function": {"name": "now", **given}}]
+    body = {"model": "gpt", "messages": CHAT, "max_tokens": 600, "seed": 5}
+    [choice] = client.chat.completions.create(**body, tools=tools, tool_choice=chosen).choices
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
 
 
 @needs_llguidance

@@ -36,6 +36,7 @@ def test_ctrl_c_ends_it_in_a_bounded_time(served_checkpoint: Path, tmp_path: Pat
     assert '"code":"shutting_down"' in error
     assert server.process.wait(60) == 0
     server.http.close()
+    assert "may take 1 s to finish (Serve.shutdown_timeout); a second Ctrl-C ends" in server.log
     assert "stopped by SIGINT" in server.log
     assert "Traceback" not in server.log
 
@@ -60,6 +61,7 @@ def test_a_port_in_use_is_one_quick_message(served_checkpoint: Path) -> None:
         (("Engine.save_load.ckpt_dir=/no/such/place",), "/no/such/place"),
         (("Serve.port=70000",), "Serve.port = 70000"),
         (("Serve.host=no.such.host.invalid",), "Serve.host = 'no.such.host.invalid'"),
+        (("Serve.host=192.0.2.1",), "Serve.host = '192.0.2.1'"),  # an address for documentation
         (("Serve.api_key_env=NO_SUCH_KEY",), "Serve.api_key_env = 'NO_SUCH_KEY'"),
         (("Distributed.mp_degree=2",), "the server runs in one process with the whole model"),
         (("Serve.prot=1",), "Did you mean Serve.port"),
