@@ -21,7 +21,7 @@ from ppfleetx.config.sections.optimizer import MuonConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 
-_MANIFEST = "manifest.json"  # a configuration in the same directory is part of a checkpoint
+_MANIFEST = "manifest.json"  # is in the directory of a checkpoint, beside the checkpoint's configuration
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
@@ -354,12 +354,14 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_preset(place: str) -> bool:
-    """Whether a value comes from a shipped configuration, a checkpoint or a model, and not from the user.
-    ``place`` is where the value was written, such as ``file:line``."""
+    """Whether a value comes from a shipped configuration, a checkpoint, a run or a model, and not from the
+    user. ``place`` is where the value was written, such as ``file:line``."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
-    return file.resolve().is_relative_to(CONFIGS) or (file.parent / _MANIFEST).is_file()
+    if file.resolve().is_relative_to(CONFIGS) or (file.parent / _MANIFEST).is_file():
+        return True
+    return file.name == "config.yaml" and any(file.parent.glob(f"*/{_MANIFEST}"))  # written by a run
 
 
 def _default(cfg: RunConfig, key: str) -> Any:

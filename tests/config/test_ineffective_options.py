@@ -156,6 +156,18 @@ def test_keys_without_effect_are_the_users_own(small, write):
     assert without_effect(again) == []
 
 
+def test_keys_without_effect_of_a_run_are_not_told_again(small, write, tmp_path):
+    written = dump_config(
+        load_config(small, ["Generation.top_k=5", "Generation.decode_strategy=greedy_search"])
+    )
+    config = write("config.yaml", written)
+    assert len(without_effect(load_config(config))) == 1
+    (tmp_path / "epoch_0_step_1").mkdir()
+    (tmp_path / "epoch_0_step_1/manifest.json").touch()
+    assert without_effect(load_config(config)) == []
+    assert len(without_effect(load_config(config, ["Generation.top_k=6"]))) == 1
+
+
 def test_every_row_has_a_case(small: Path) -> None:
     """But those of optimizers of plugins."""
     written = [overrides for overrides, named in CASES if named]
