@@ -118,7 +118,8 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
     """
     prefix = ".".join(path[:-1])
     everywhere = all_keys(root)
-    near = [key for key in (ppfleetx_key(path[-1]),) if key in everywhere]
+    known = ppfleetx_key(path[-1]) or ""  # `root` can be a section itself
+    near = [key for key in (known, known.partition(".")[2]) if key in everywhere]
     if not near:
         here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
         near = [f"{prefix}.{name}" if prefix else name for name in here]
