@@ -236,7 +236,7 @@ def test_added_tokens_beyond_the_vocabulary(tmp_path, caplog, cut, has_end):
     again = pickle.loads(pickle.dumps(model.tokenizer))
     for tokenizer in (model.tokenizer, again):
         if cut:
-            with pytest.raises(DataError, match=rf"the text contains '<\|image\|>', the id {vocabulary} of"):
+            with pytest.raises(DataError, match=rf"the text contains '<\|image\|>', the token {vocabulary},"):
                 tokenizer.encode_prompt("!<|image|>")
         else:
             assert tokenizer.encode_prompt("!<|image|>")[-1] == vocabulary - 1

@@ -313,8 +313,8 @@ class Tokenizer:
         if self._limit is None or not ids.size or (highest := int(ids.max())) < self._limit:
             return
         raise DataError(
-            f"the text contains {self._tokens[highest]!r}, the id {highest} of {self.place}, and the model "
-            f"has ids 0 to {self._limit - 1} (Model.vocab_size)"
+            f"the text contains {self._tokens[highest]!r}, the token {highest}, and the model has tokens 0 "
+            f"to {self._limit - 1} (Model.vocab_size)"
         )
 
     # ---- ids to text
