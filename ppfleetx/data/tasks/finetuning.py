@@ -86,7 +86,7 @@ def _in_messages(record: dict[str, Any], place: str) -> dict[str, Any]:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: tools are not JSON: {error}") from error
-    return {MESSAGES: messages, "tools": tools}
+    return {MESSAGES: messages, "tools": tools or None}  # published records have the text "[]" for none
 
 
 def _turn(turn: Any, number: int, place: str) -> dict[str, Any]:
