@@ -180,7 +180,7 @@ def write_ppfleetx(
     if weights.tokenizer_dir is not None:
         copy_tokenizer(weights.tokenizer_dir, output / TOKENIZER_DIR)
         _add_generation_config(output / TOKENIZER_DIR, weights.source)
-        tokenizer = load_tokenizer(output / TOKENIZER_DIR)
+        tokenizer = load_tokenizer(output / TOKENIZER_DIR, weights.tokenizer_dir)
     generation = dict(weights.generation)
     if tokenizer is None and (ends := _end_ids(weights.source)):  # otherwise the tokenizer has them
         generation["eos_token_id"] = ends
@@ -226,12 +226,14 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
         file.write(json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
 
 
-def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Load the tokenizer in ``directory``. If ppfleetx does not support it, log a warning and return None."""
+def load_tokenizer(directory: Path, source: Path | None = None) -> Tokenizer | None:
+    """Load the tokenizer in ``directory``. If ppfleetx does not support it, log a warning and return None.
+    ``source`` is the directory from which it was copied, for the warning; None: it was not copied."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:
-        get_logger().warning(f"the tokenizer is copied, but cannot be used here: {error}")
+        why = str(error).replace(str(directory), str(source or directory))
+        get_logger().warning(f"the tokenizer is copied, but cannot be used here: {why}")
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ppfleetx.checkpoint import foreign_formats
@@ -20,20 +20,6 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.input_files import os_errors
 from ppfleetx.utils.log import get_logger
-
-
-def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for each checkpoint from which a run loads weights. The keys are
-    ``Engine.save_load.ckpt_dir``, ``Engine.save_load.init_from`` and ``Model.lora.base``. Keys that are not
-    set are left out."""
-    options, lora = cfg.Engine.save_load, cfg.Model.lora
-    for key, place in (
-        ("Engine.save_load.ckpt_dir", options.ckpt_dir),
-        ("Engine.save_load.init_from", options.init_from),
-        ("Model.lora.base", None if lora is None else lora.base),
-    ):
-        if place is not None:
-            yield key, place
 
 
 def named_checkpoint(cfg: RunConfig) -> str:

@@ -149,7 +149,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
     ``cloze_eval``, returns texts whose last word the model must predict."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
-    check_tokenizer(tokenizer, cfg.Model.vocab_size)
+    check_tokenizer(tokenizer, cfg.Model.vocab_size, is_trained=True)
     return read_evaluation_set(cfg.Offline_Eval, tokenizer)
 
 

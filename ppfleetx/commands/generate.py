@@ -205,7 +205,7 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
         cpu_ops.note_if_missing()
     start = find_weights(cfg, ctx)
     tokenizer = tokenizer or find_tokenizer(cfg, start.checkpoint)
-    check_tokenizer(tokenizer, cfg.Model.vocab_size)
+    check_tokenizer(tokenizer, cfg.Model.vocab_size, is_trained=True)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
     generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"), assistants_for(cfg))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.resolve_checkpoint import newest_complete, resolve_checkpoint, weight_sources
+from ppfleetx.checkpoint.resolve_checkpoint import newest_complete, resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.ineffective_options import refuse_absent, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
@@ -93,7 +93,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     if "Train" in reads:
         refuse_absent(cfg)
         check_start(cfg)
-    for key, directory in weight_sources(cfg):
+    for key, directory in cfg.weight_sources():
         if _will_be_loaded(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)
 
@@ -110,7 +110,7 @@ def made_directory(cfg: RunConfig, key: str) -> Path:
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:
     """Raise UserError if the configuration names weights of another toolkit that must be converted first."""
-    if any(weight_sources(cfg)):
+    if any(cfg.weight_sources()):
         from ppfleetx.conversion.detect import refuse_foreign  # slow to import, because it knows many formats
 
         refuse_foreign(cfg)

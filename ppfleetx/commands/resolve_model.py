@@ -34,6 +34,7 @@ from ppfleetx.conversion.detect import is_hugging_face
 from ppfleetx.conversion.fleetx import is_fleetx, read_fleetx
 from ppfleetx.conversion.gguf import is_gguf
 from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
+from ppfleetx.data.tokenizer.json_files import MERGES_FILE, TOKENIZER_FILE, VOCAB_FILE
 from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins
 
@@ -269,8 +270,14 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
     target = shared_directory(path, os.environ, fill, stack)
     step = resolve_checkpoint(target)
-    config = made_sections(step / CONFIG_FILE, model_in(place))
-    return ResolvedModel(str(place), config, step, find_tokenizer_dir(step))
+    config, tokenizer = made_sections(step / CONFIG_FILE, model_in(place)), find_tokenizer_dir(step)
+    if tokenizer is not None and not _has_readable_files(tokenizer):
+        tokenizer = path  # messages then name the user's directory, and not the temporary one
+    return ResolvedModel(str(place), config, step, tokenizer)
+
+
+def _has_readable_files(tokenizer: Path) -> bool:
+    return any((tokenizer / name).is_file() for name in (TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE))
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:

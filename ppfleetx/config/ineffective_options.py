@@ -154,8 +154,17 @@ SWITCHED_OFF = (
     ),
     _off_unless("Optimizer.lr.wsd_decay_style", "Optimizer.lr.decay_style", "wsd"),
     *(
-        _off_unless(f"Generation: {' '.join(keys)}", "Generation.decode_strategy", strategy)
+        _off_unless(
+            f"Generation: {' '.join(key for key in keys if key != 'temperature')}",
+            "Generation.decode_strategy",
+            strategy,
+        )
         for strategy, keys in READ_BY.items()
+    ),
+    _off(
+        "Generation.temperature",
+        "Generation.decode_strategy is not sampling",
+        lambda cfg: cfg.Generation.first_unused_option(["temperature"]) is not None,
     ),
     _off(
         "Generation.prompt_lookup_num_tokens",

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
-from ppfleetx.checkpoint.resolve_checkpoint import weight_sources
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
@@ -16,6 +15,7 @@ from ppfleetx.conversion.fleetx import is_fleetx
 from ppfleetx.conversion.gguf import is_gguf
 from ppfleetx.conversion.huggingface.config_import import model_keys, of_paddle
 from ppfleetx.conversion.huggingface.read_files import (
+    ADAPTER_CONFIG,
     CONFIG,
     PADDLE_CONFIG,
     PADDLE_INDEX,
@@ -24,6 +24,7 @@ from ppfleetx.conversion.huggingface.read_files import (
     PICKLE_INDEX,
     read_hf_config,
     read_stored,
+    without_weights,
 )
 from ppfleetx.conversion.megatron import MODEL_FILES as MEGATRON_FILES
 from ppfleetx.conversion.megatron import TRACKER
@@ -78,7 +79,7 @@ def described(path: Path) -> str | None:
 
 def refuse_foreign(cfg: RunConfig) -> None:
     """Raise ConfigError if a configuration names weights that must be converted first."""
-    for key, place in weight_sources(cfg):
+    for key, place in cfg.weight_sources():
         if sentence := described(Path(place)):
             raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))
 
@@ -168,13 +169,19 @@ def _hugging_face(path: Path) -> str | None:
             "Merge them with PaddleNLP, and convert the whole model: ppfleetx convert --from hf"
         )
     if not _has(path, _CONFIGS):
-        if (path / "adapter_config.json").is_file():
+        if (path / ADAPTER_CONFIG).is_file():
             return f"{path} holds adapters of PEFT and no model. Merge them with their model and convert that"
         if _has(path, _WEIGHTS):
             return (
                 f"{path} holds weights and no {CONFIG}, which would describe their network. With "
                 "it, the directory can be converted: ppfleetx convert --from hf"
             )
+    elif not _has(path, _WEIGHTS):
+        try:
+            is_theirs = "model_type" in read_hf_config(path)
+        except CheckpointError:
+            return None
+        return without_weights(path) if is_theirs else None
     if not is_hugging_face(path):
         return None
     try:

@@ -240,8 +240,9 @@ def write_gguf(
             f"this network is a {config['model_type']}, which cannot be written as GGUF; supported: "
             f"{', '.join(BY_TYPE)}"
         )
-    # The original config.json may omit keys that have default values.
-    config = FAMILIES[config["model_type"]].config(config["model_type"], model, network(model)) | config
+    # The original config.json may omit keys that have default values, or give null for them.
+    given = {key: value for key, value in config.items() if value is not None}
+    config = FAMILIES[config["model_type"]].config(config["model_type"], model, network(model)) | given
     names = _name_converter(config)
     theirs: dict[str, LazyTensor] = {}
     for rule in rules(config, row.names):

@@ -128,7 +128,6 @@ _ARCHITECTURES = (
         "starcoder2",
         _LLAMA_WITHOUT_RMS | {"norm_epsilon": _LAYER_NORM},
         {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
-        biases={"use_bias": _QUERY_BIAS},
     ),
     Architecture(
         "stablelm",
@@ -456,6 +455,8 @@ def metadata_of(config: Mapping[str, Any], row: Architecture, model: ModelConfig
         original = scaling.original_max_position_embeddings
         made[f"{row.name}.rope.scaling.original_context_length"] = original
         made[f"{row.name}.rope.scaling.attn_factor"] = attention_factor(scaling)
+        if row.name != "phi3":  # where llama.cpp expects the factors in any case
+            made[f"{row.name}.rope.scaling.type"] = "longrope"
     return made
 
 

@@ -15,7 +15,7 @@ from ppfleetx.data.tokenizer.json_files import (
     make_definition,
     merge_pairs,
 )
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 _KEY = "tokenizer.ggml."
@@ -248,12 +248,10 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     model = definition["model"]
     if model["type"] != "BPE":
         raise CheckpointError(f"a tokenizer of the kind {shown(model['type'])} cannot be written as GGUF")
-    added = {one["id"]: one for one in definition.get("added_tokens") or []}
+    check_tokenizer(tokenizer, vocab_size, is_trained=True)
+    listed = definition.get("added_tokens") or []
+    added = {one["id"]: one for one in listed if one["id"] < vocab_size}
     ids = {**model["vocab"], **{one["content"]: number for number, one in added.items()}}
-    if max(ids.values()) >= vocab_size:
-        raise CheckpointError(
-            f"{tokenizer.place} has {max(ids.values()) + 1} tokens, and the model's vocabulary {vocab_size}"
-        )
     by_id = {number: token for token, number in ids.items()}
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
     is_of_characters = bool(model.get("byte_fallback"))

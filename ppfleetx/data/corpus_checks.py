@@ -154,10 +154,10 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``. The message says where the
-    tokenizer and the vocabulary size are configured."""
+    """Raise DataError if ``tokenizer`` has more ids than ``Model.vocab_size``, except added tokens in a run
+    that starts from weights. The message says where the tokenizer and the vocabulary size are configured."""
     try:
-        check_tokenizer(tokenizer, cfg.Model.vocab_size)
+        check_tokenizer(tokenizer, cfg.Model.vocab_size, is_trained=any(cfg.weight_sources()))
     except DataError as error:
         places = {key: place for key, place in cfg.origins.items() if key in _KEYS}
         where = "; ".join(f"{key} is in {place}" for key, place in places.items())

@@ -66,6 +66,7 @@ class InferenceEngine(TextGenerator):
                 f"{directory} was exported by Paddle {manifest.paddle_version}, this is {paddle.__version__}"
             )
         tokenizer = Tokenizer.load(directory / TOKENIZER_DIRECTORY, eod_token=manifest.end_token)
+        tokenizer.leave_out_tokens(manifest.vocab_size)
         super().__init__(tokenizer, manifest.max_positions)
         self.manifest: ExportManifest = manifest
         self._program = Program(directory, manifest.files, options, device)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
-from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint, weight_sources
+from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.message_text import bytes_text, counted
 from ppfleetx.config.sections.data import MODES
@@ -156,7 +156,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
     """Check that each checkpoint that the run starts from is complete, and that the sizes and headers of its
     files match its manifest."""
     refuse_foreign(target.cfg)
-    named = list(weight_sources(target.cfg))
+    named = list(target.cfg.weight_sources())
     if not named:
         yield skipped("checkpoints", "the run starts from none")
     for key, place in named:
@@ -216,7 +216,7 @@ def starts(target: Target) -> dict[str, str]:
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
-    named = list(weight_sources(target.cfg))
+    named = list(target.cfg.weight_sources())
     if options.resume:
         named.append(("Engine.save_load.output_dir", options.output_dir))
     return {key: _of_checkpoint(Path(place)) for key, place in named}

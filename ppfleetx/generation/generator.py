@@ -240,7 +240,7 @@ class Generator(TextGenerator):
         load_assistant: Callable[[str], Assistant] | None = None,
     ) -> None:
         if tokenizer is not None:
-            check_tokenizer(tokenizer, model_cfg.vocab_size)
+            check_tokenizer(tokenizer, model_cfg.vocab_size, is_trained=True)
         known = NoTokenizer(model_cfg.vocab_size) if tokenizer is None else tokenizer
         super().__init__(known, model_cfg.max_position_embeddings)
         self._model, self._load_assistant = model, load_assistant

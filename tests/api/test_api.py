@@ -112,6 +112,7 @@ def test_an_option_that_would_change_nothing_is_refused(
 def test_options_at_the_value_that_changes_nothing_are_taken(model: ppfleetx.GPT) -> None:
     one = model.generate("The quick", **GREEDY)
     assert model.generate("The quick", num_beams=1, top_k=0, temperature=1.0, seed=3, **GREEDY) == one
+    assert model.generate("The quick", **GREEDY | {"temperature": 0}) == one  # which means the same
 
 
 def test_without_a_tokenizer_ids_are_continued(model: ppfleetx.GPT) -> None:

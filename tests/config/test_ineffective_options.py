@@ -27,6 +27,7 @@ CASES = [
     ),
     (["Generation.decode_strategy=greedy_search", "Generation.top_k=3"], "Generation.top_k"),
     (["Generation.decode_strategy=greedy_search", "Generation.temperature=0.5"], "temperature"),
+    (["Generation.decode_strategy=beam_search", "Generation.temperature=0"], "temperature"),
     (["Generation.top_k=3", "Generation.top_p=0.5"], ""),
     (["Generation.num_beams=3"], "Generation.num_beams"),
     (["Generation.decode_strategy=beam_search", "Generation.num_beams=3"], ""),

@@ -25,7 +25,7 @@ nlp/model_state.pdparams nlp/config.json tp/model_state.tp00.pdparams GPT_345M/m
 mega/iter_0000100/mp_rank_00/model_optim_rng.pt rank/mp_rank_00/model_optim_rng.pt
 dist/iter_0000100/__0_0.distcp dist/iter_0000100/common.pt dist/latest_checkpointed_iteration.txt
 dcp/__0_0.distcp dcp/.metadata flex/0_0.distcp flex/0.metadata out/rank_0/model.pdiparams
-config-alone/config.json fleetx/mp_00_sharding_00_pp_00/model.pdparams
+config-alone/config.json shards/model-00001-of-00002.safetensors fleetx/mp_00_sharding_00_pp_00/model.pdparams
 """
 
 
@@ -41,6 +41,8 @@ def tree(tmp_path_factory) -> Path:
     (root / "bare/config.json").unlink()
     (root / "models--gpt2/refs").mkdir()
     (root / "empty").mkdir()
+    (root / "shards").mkdir()
+    shutil.copy(root / "hf/config.json", root / "shards")
     for name in EMPTY_FILES.split():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
@@ -70,6 +72,7 @@ CASES = {
     "model.gguf": rf"is a GGUF file\. {CONVERT} gguf",
     "lm.pdparams": r"is a file of Paddle's.*model_state\.pdparams of PaddleNLP",
     "peft": "holds adapters of PEFT",
+    "shards": r"holds no weights that are read: neither .*\(here: model-00001-of-00002\.safetensors\)",
     "tp": "tensor-parallel parts of PaddleNLP",
     "out": "is an exported program",
 }

@@ -250,6 +250,7 @@ BASES = {"smollm3": 2e6, "cohere": 5e5, "ernie4_5": 5e5, "olmo3": 5e5, "qwen3": 
 EPSILONS = {"glm": 1.5625e-7, "glm4": 1.5625e-7, "olmo2": 1e-5, "qwen3": 1e-6}
 QWEN = without("qwen2_window", "layer_types")
 QWEN |= {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8}
+GEMMA3 = without("gemma3", "layer_types", "rope_parameters")
 OLD_NEOX = without("neox", "rope_parameters")
 OLD_NEOX |= {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
 
@@ -312,6 +313,13 @@ def test_values_that_transformers_would_guess_must_be_there(name, absent):
         (without("neox", "rope_parameters"), "rotary_percent", 0.25),
         # A limit that is null is none.
         (TOLD["gemma2"]["config"] | {"attn_logit_softcapping": None}, "attn_logit_softcapping", None),
+        # Of the period's two names, transformers reads one.
+        (
+            GEMMA3 | {"sliding_window_pattern": 2, "_sliding_window_pattern": 6},
+            "attention_window_layers",
+            [0],
+        ),
+        (GEMMA3 | {"_sliding_window_pattern": 2}, "attention_window_layers", [0, 1]),
         (TOLD["gemma2"]["config"] | {"attn_logit_softcapping": None}, "final_logit_softcapping", 30.0),
         # A window as long as the longest sequence is none.
         (TOLD["mistral"]["config"], "attention_window", 3),

@@ -20,6 +20,7 @@ from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import described
 from ppfleetx.conversion.gguf import extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
+from ppfleetx.conversion.huggingface.config_export import describes, hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.conversion.huggingface.families import FAMILIES
@@ -137,6 +138,26 @@ def test_there_and_back(tmp_path, tokenizer, name):
     config = weights.source["config"]  # of an export; programs beside transformers look for architectures
     assert source is None or config["model_type"] == source["config"]["model_type"]
     assert config["architectures"] == [FAMILIES[config["model_type"]].architecture]
+
+
+@pytest.mark.parametrize("name, key", [("gpt2", "n_inner"), ("llama", "num_key_value_heads")])
+def test_null_in_config_json_is_the_default(tmp_path, tokenizer, name, key):
+    """transformers writes null for what was not given."""
+    model, tensors = network(name, **({"num_query_groups": None} if name == "llama" else {}))
+    config = hf_config(model, "F32") | {key: None}
+    assert describes(config, model)
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer, source={"config": config})
+    assert describes(read_gguf(tmp_path / "a.gguf").source["config"], model)
+
+
+def test_longrope_of_another_network_than_phi3_names_its_type(tmp_path, tokenizer):
+    """Otherwise llama.cpp does not expect the factors."""
+    model, tensors = network(
+        "llama", rope_scaling=_LONGROPE | {"factor": 4.0, "original_max_position_embeddings": 16}
+    )
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    field = gguf.GGUFReader(tmp_path / "a.gguf").fields["llama.rope.scaling.type"]
+    assert field.contents() == "longrope"
 
 
 def test_a_file_that_is_replaced_is_read_anew(tmp_path, tokenizer):
@@ -331,6 +352,7 @@ def test_what_is_refused(tmp_path, llama, message):
         ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which cannot be written as GGUF"),
         ("gemma2", {"query_pre_attn_scalar": 16}, "attention_multiplier = 0.25"),
         ("starcoder2", {"sliding_window": 8}, "attention_window = 7"),
+        ("starcoder2", {"use_bias": False}, "add_qkv_bias = False"),  # llama.cpp cannot read it
     ],
 )
 def test_networks_that_are_not_written(tmp_path, tokenizer, name, changes, message):

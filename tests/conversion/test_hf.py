@@ -1,6 +1,7 @@
 """Hugging Face directories in and out."""
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import ppfleetx
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor
 from ppfleetx.checkpoint.model_only import read_ppfleetx
 from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, check_logits, convert, model_of
@@ -19,6 +21,8 @@ from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_import import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.safetensors_file import write_sharded
+from ppfleetx.data.tokenizer.json_files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, load_golden, tiny_config
@@ -165,6 +169,77 @@ def test_what_is_passed_over_is_said_once(tmp_path, caplog):
     (tmp_path / "hf/generation_config.json").write_text('{"do_sample": true, "top_h": 0.25}')
     convert(Conversion("hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"))
     assert caplog.text.count("'a_new_key'") == caplog.text.count("top_h = 0.25") == 1
+
+
+def test_adapters_beside_a_model_are_passed_over_with_a_word(tmp_path, caplog):
+    hf_dirs.write(tmp_path / "hf", "hf_llama")
+    (tmp_path / "hf/adapter_config.json").write_text("{}")
+    convert(Conversion("hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"))
+    assert "adapters of PEFT (adapter_config.json) are left out" in caplog.text
+
+
+def test_of_tied_tensors_the_files_may_hold_the_head_alone(tmp_path):
+    """As safetensors' save_model leaves them."""
+    _, tensors = hf_dirs.golden("hf_llama")
+    words = tensors["model.embed_tokens.weight"]
+    hf_dirs.write(tmp_path / "hf", "hf_llama", tie_word_embeddings=True)
+    kept = {key: one for key, one in tensors.items() if key != "model.embed_tokens.weight"}
+    save_file(kept | {"lm_head.weight": words}, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    found = read_hf(tmp_path / "hf").tensors["embedding.word_embeddings.weight"]
+    np.testing.assert_array_equal(found.read(), words)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "without", "words"),
+    [
+        ("_orig_mod.", "", r"embed_tokens.weight, but has '_orig_mod.model.embed_.*saved with a wrapper"),
+        ("base_model.model.", "", "but has 'base_model.model.model.embed_tokens.weight'.*adapters merged"),
+        (
+            "",
+            "lm_head.weight",
+            "lacks the tensor lm_head.weight, the head: .*lacks tie_word_embeddings: true",
+        ),
+    ],
+)
+def test_files_under_other_names_or_without_a_head(tmp_path, prefix, without, words):
+    directory = hf_dirs.write(tmp_path / "hf", "hf_llama")
+    tensors = hf_dirs.golden("hf_llama")[1]
+    named = {prefix + key: one for key, one in tensors.items() if key != without}
+    save_file(named, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=words):
+        read_hf(directory)
+
+
+@pytest.mark.parametrize(
+    ("cut", "has_end"), [(0, True), (1, True), (1, False)], ids=["whole", "one beyond", "the end beyond"]
+)
+def test_added_tokens_beyond_the_vocabulary(tmp_path, caplog, cut, has_end):
+    """Gemma 3 has one, and so have models that got a padding token later."""
+    directory = hf_dirs.write(tmp_path / "hf", "hf_llama")
+    vocabulary = hf_dirs.golden("hf_llama")[0]["vocab_size"]
+    names = [*list(BYTE_CHARACTERS)[: vocabulary - 2], "<|end|>", "<|image|>"]
+    ids = {token: number for number, token in enumerate(names)}
+    ids["<|image|>"] += cut
+    if not has_end:
+        ids["<|end|>"], ids["<|image|>"] = ids["<|image|>"], ids["<|end|>"]
+    definition = make_definition(ids, [], ["<|end|>", "<|image|>"])
+    Tokenizer(definition, eod_token="<|end|>").save(directory)
+    convert(Conversion("hf", "ppfleetx", directory, tmp_path / "o"))
+    if not has_end:
+        with pytest.raises(DataError, match=r"has \d+ token ids, added tokens included, and the model"):
+            ppfleetx.load(tmp_path / "o").generate("!", max_dec_len=2)
+        return
+    model = ppfleetx.load(tmp_path / "o")
+    assert model.generate("!", max_dec_len=2).ids
+    assert ("texts that contain '<|image|>' are refused" in caplog.text) == bool(cut)
+    assert model.tokenizer.vocab_size == vocabulary
+    again = pickle.loads(pickle.dumps(model.tokenizer))
+    for tokenizer in (model.tokenizer, again):
+        if cut:
+            with pytest.raises(DataError, match=rf"the text contains '<\|image\|>', the token {vocabulary},"):
+                tokenizer.encode_prompt("!<|image|>")
+        else:
+            assert tokenizer.encode_prompt("!<|image|>")[-1] == vocabulary - 1
 
 
 def test_an_output_in_use_is_not_touched(tmp_path):

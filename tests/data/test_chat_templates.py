@@ -37,7 +37,7 @@ def test_texts_and_ids_are_those_of_transformers(style: str, directory: Path) ->
     assert tokenizer.special_token_texts == GOLDEN[style]["special_tokens"]
     assert len(GOLDEN[style]["rows"]) >= 14
     for row in GOLDEN[style]["rows"]:
-        template = find_template(tokenizer, row.get("template"))
+        template = find_template(tokenizer, row.get("template", "default"))  # the recipe names it, too
         if "error" in row:
             with pytest.raises(ChatError) as caught:
                 template.render(row["messages"], **options_of(row))
@@ -65,6 +65,16 @@ def test_a_copy_as_conversions_make_it_keeps_its_templates(directory: Path, tmp_
         "a checkpoint has room for files alone"
     )
     assert Tokenizer.load(tmp_path / "copy").chat_templates == Tokenizer.load(directory).chat_templates
+
+
+def test_a_conversation_with_tools_has_a_template_of_its_own(tmp_path: Path) -> None:
+    """As in transformers, where no template is named."""
+    template = find_template(Tokenizer.load(write_style("qwen", tmp_path / "qwen")))
+    for messages, text in ((USER, "add;1<|begin_of_text|>"), (USER * 2, "add;2<|begin_of_text|>")):
+        assert template.render(messages, tools=[{"name": "add"}]) == text
+    assert template.render(USER).startswith("<|im_start|>system")
+    named = find_template(Tokenizer.load(tmp_path / "qwen"), "default")
+    assert named.render(USER, tools=[{"name": "add"}]) == template.render(USER)
 
 
 def test_an_unknown_template_name_is_refused(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_tokens_that_only_the_other_files_name_count(place: Path, tmp_path: Path
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "[PAD]"}))
     with pytest.raises(DataError, match="has 272 token ids, added tokens included, and the model 271"):
         token_id_lines(cfg)
+    beyond = cfg.changed("Engine", save_load=cfg.Engine.save_load.model_copy(update={"init_from": "weights"}))
+    assert token_id_lines(beyond)[0].endswith("has 271 token ids")  # texts with the added token are refused
 
 
 def test_a_corpus_of_larger_ids_is_refused(place: Path, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class GenerationConfig(TokenOptions):
 
     def first_unused_option(self, keys: Iterable[str]) -> tuple[str, str] | None:
         """Return the first of ``keys`` that was set but that the configured ``decode_strategy`` does not
-        read.
+        read. Temperature 0 with greedy search is not such a key.
 
         The result is the pair (key, the strategy that reads it), or None if there is no such key. A key at
         its default does not count as set. ``seed`` is never returned.
@@ -204,6 +204,8 @@ class GenerationConfig(TokenOptions):
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
         for key in keys:
             is_asked_for = key in readers and getattr(self, key) != type(self).model_fields[key].default
+            if key == "temperature" and self.temperature == 0 and self.decode_strategy == "greedy_search":
+                continue  # which is what it means
             if is_asked_for and readers[key] != self.decode_strategy:
                 return key, readers[key]
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -88,6 +89,14 @@ class RunConfig(Section):
     def warnings(self) -> tuple[str, ...]:
         """Warnings from reading the configuration, such as old spellings of keys."""
         return self._warnings
+
+    def weight_sources(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, path) for each checkpoint from which a run loads weights. The keys are
+        ``Engine.save_load.ckpt_dir``, ``Engine.save_load.init_from`` and ``Model.lora.base``. Keys that are
+        not set are left out."""
+        for key in ("Engine.save_load.ckpt_dir", "Engine.save_load.init_from", "Model.lora.base"):
+            if (place := self.value_of(key)) is not None:
+                yield key, place
 
     def value_of(self, key: str) -> Any:
         """The value of the dotted ``key``, e.g. ``Model.lora.rank``; None if a section on the way is null."""

@@ -34,6 +34,8 @@ _WITHOUT_EFFECT = {
     "task_specific_params", "classifier_dropout", "neftune_noise_alpha", "embd_pdrop", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
+    "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "bias_dropout_fusion",
+    "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
     "auto_map",  # ignored, as in transformers without trust_remote_code; directory.py warns
     *GENERATION_KEYS,  # older files have them here
     QUANTIZATION,  # checked separately

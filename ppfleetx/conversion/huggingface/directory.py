@@ -24,6 +24,7 @@ from ppfleetx.conversion.huggingface.gptq_awq import QUANTIZATION, dequantized
 from ppfleetx.conversion.huggingface.moe_families import NEXT_TOKENS
 from ppfleetx.conversion.huggingface.paddlenlp import to_hf_layout
 from ppfleetx.conversion.huggingface.read_files import (
+    ADAPTER_CONFIG,
     CONFIG,
     GENERATION_CONFIG,
     read_generation_config,
@@ -53,7 +54,9 @@ def read_hf(directory: str | Path) -> Weights:
     tensors = expert_loads(network(config))
     used: dict[str, str] = {}  # name in the files -> our parameter
     for rule in rules(config):
-        theirs = [_name_in_files(stored, name, directory) for name in rule.theirs]
+        is_tied = rule.ours == "embedding.word_embeddings.weight" and keys["tie_word_embeddings"]
+        others = _HEADS if is_tied else ()  # of tied tensors, safetensors' save_model keeps only one
+        theirs = [_name_in_files(stored, name, directory, others) for name in rule.theirs]
         used |= dict.fromkeys(theirs, rule.ours)
         tensors[rule.ours] = rule.joined([stored[name] for name in theirs], directory)
     left_over = stored.keys() - used.keys()
@@ -67,7 +70,12 @@ def read_hf(directory: str | Path) -> Weights:
     return replace(
         weights,
         tokenizer_dir=directory if tokenizer_files(directory) else None,
-        notes=(*_notes(config), *weights.notes, *[_WITHOUT_NEXT_TOKENS] * bool(next_tokens)),
+        notes=(
+            *_notes(config),
+            *weights.notes,
+            *[_WITHOUT_NEXT_TOKENS] * bool(next_tokens),
+            *[_WITHOUT_ADAPTERS] * (directory / ADAPTER_CONFIG).is_file(),
+        ),
     )
 
 
@@ -181,14 +189,27 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write("\n")
 
 
-def _name_in_files(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
+def _name_in_files(
+    stored: Mapping[str, LazyTensor], name: str, directory: Path, others: Collection[str] = ()
+) -> str:
     """Return the name of a tensor in the files. It can differ from ``name``, transformers' name for the
-    tensor. Raises CheckpointError if the files do not contain the tensor."""
+    tensor. ``others`` are further names under which it can be stored. Raises CheckpointError if the files do
+    not contain the tensor."""
     # Files that were saved without a head omit the prefix (GPT-2, BLOOM, OPT). GPT-NeoX's head has two names.
-    for candidate in (name, name.partition(".")[2], _OTHER_HEAD.get(name, name)):
+    for candidate in (name, name.partition(".")[2], _OTHER_HEAD.get(name, name), *others):
         if candidate in stored:
             return candidate
-    raise CheckpointError(f"{directory} lacks the tensor {name}")
+    longer = next((one for one in stored if one.endswith(f".{name}")), None)
+    hint = ""
+    if longer is not None:
+        hint = (
+            f", but has {shown(longer)}: the model was saved with a wrapper around it (PEFT, DDP, "
+            "torch.compile). Save the model inside, and adapters merged"
+        )
+    elif name in _HEADS:
+        hint = ", the head: the files are of a model that does not predict tokens, or their head is tied and "
+        hint += "config.json lacks tie_word_embeddings: true"
+    raise CheckpointError(f"{directory} lacks the tensor {name}{hint}")
 
 
 def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
@@ -200,6 +221,9 @@ def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
     return {name: part(index, rule.shapes[index]) for index, name in enumerate(rule.theirs)}
 
 
+_WITHOUT_ADAPTERS = (
+    f"its adapters of PEFT ({ADAPTER_CONFIG}) are left out; merge them with the model if they belong to it"
+)
 _WITHOUT_NEXT_TOKENS = (
     f"its layers that predict several tokens ({NEXT_TOKENS} in config.json) are left out, as in transformers"
 )

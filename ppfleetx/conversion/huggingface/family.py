@@ -361,27 +361,29 @@ def hf_pattern(model: ModelConfig) -> dict[str, Any]:
 def pattern(
     every: int,
     *,
-    period: Collection[str] = (),
+    period: str | None = None,
     also: Callable[[Config, Mapping[str, Any]], dict[str, Any]] = lambda *_: {},
 ) -> Feature:
     """Make a :class:`Feature` for a sliding window that only some layers use.
 
     Args:
         every: the default number of layers in a period. The last layer of each period has no window.
-        period: the ``config.json`` keys that can set this number; the first one that is present is used.
+        period: the ``config.json`` key that can set this number; None: there is none.
         also: a function that returns further keys of our ``Model`` section. Its arguments are the
             ``config.json`` and the result of :func:`pattern_keys`.
     """
 
     def read(config: Config) -> dict[str, Any]:
-        given = next((config[key] for key in period if key in config), every)
+        given = every if period is None else config.get(period, every)
         found = pattern_keys({"sliding_window": 4096, **config}, given)
         return found | also(config, found)
 
-    return Feature({"layer_types", "sliding_window", *period}, read, hf_pattern)
+    # transformers writes the period with an underscore, too, and does not read that key.
+    names = () if period is None else (period, f"_{period}")
+    return Feature({"layer_types", "sliding_window", *names}, read, hf_pattern)
 
 
-PERIOD = ("_sliding_window_pattern", "sliding_window_pattern")
+PERIOD = "sliding_window_pattern"
 
 
 def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:

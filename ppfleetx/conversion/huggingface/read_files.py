@@ -22,6 +22,7 @@ from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.utils.input_files import read_json
 
 CONFIG, PADDLE_CONFIG, GENERATION_CONFIG = "config.json", "model_config.json", "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PADDLE_PICKLE, PADDLE_INDEX = "model_state.pdparams", "model_state.pdparams.index.json"
 PADDLE_PICKLE_FORMAT = "pdparams"
@@ -71,8 +72,21 @@ def read_stored(directory: Path) -> Stored:
             return _indexed(directory, index, read, format_of)
         if (directory / single).is_file():
             return Stored(read(directory / single), frozenset({format_of(directory / single)}))
-    raise CheckpointError(
-        f"{directory} holds no weights: neither {SINGLE}, {PICKLE} nor {PADDLE_PICKLE}, nor an index of them"
+    raise CheckpointError(without_weights(directory))
+
+
+def without_weights(directory: Path) -> str:
+    """Return a message for the user about a model directory that has none of the files with weights that are
+    read."""
+    others = sorted(
+        path.name
+        for path in directory.glob("*")
+        if path.suffix in (".safetensors", ".bin", ".pth", ".pt", ".pdparams", ".gguf", ".h5", ".msgpack")
+    )
+    here = f" (here: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''})" if others else ""
+    return (
+        f"{directory} holds no weights that are read: neither {SINGLE}, {PICKLE} nor {PADDLE_PICKLE}, nor an "
+        f"index of them{here}"
     )
 
 

@@ -21,7 +21,6 @@ from ppfleetx.checkpoint.resolve_checkpoint import (
     complete_checkpoints,
     resolve_checkpoint,
     step_directories,
-    weight_sources,
 )
 from ppfleetx.checkpoint.run_ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.errors import CheckpointError, DataError
@@ -127,7 +126,7 @@ def claim(cfg: RunConfig, start: Start, will_reach: Callable[[int, int], bool]) 
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
     record = _record_of(cfg, start, earlier)
-    spared = frozenset(path for _, place in weight_sources(cfg) for path in _checkpoint_at(place))
+    spared = frozenset(path for _, place in cfg.weight_sources() for path in _checkpoint_at(place))
     ownership = Ownership(record.run, options.keep_max, spared)
     try:
         to_delete = _checkpoints_to_delete(output_dir, earlier, ownership) if options.overwrite else []

@@ -49,7 +49,7 @@ MAX_SIZE = 1 << 24
 """Maximum size of the value of an expression in a template: characters of a string, elements of a list, bits
 of an integer."""
 _MAX_NUMBER = 1_000_000  # largest integer that a template may pass to a filter or function
-DEFAULT = "default"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
 TEMPLATE_OPTION = "chat_template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Errors in a template's own expressions, such as a string added to a number.
@@ -244,6 +244,7 @@ class ChatTemplate:
         place: where the template comes from, for messages.
         stops: stop strings, which end an answer in addition to the end tokens.
         is_plain: whether ``source`` is `PLAIN`, used for tokenizers without a chat template.
+        with_tools: the template for conversations with tools; None: this one.
     """
 
     source: str
@@ -251,6 +252,11 @@ class ChatTemplate:
     place: str = "the chat template"
     stops: tuple[str, ...] = ()
     is_plain: bool = False
+    with_tools: ChatTemplate | None = None
+
+    def for_tools(self, tools: object) -> ChatTemplate:
+        """Return the template for a conversation with ``tools``; None: it has none."""
+        return self if tools is None or self.with_tools is None else self.with_tools
 
     @cached_property
     def marks_answers(self) -> bool:
@@ -293,6 +299,8 @@ class ChatTemplate:
         conversation or fails, and DataError if it is not valid Jinja."""
         if not messages:
             raise ChatError("a conversation has at least one message")
+        if (chosen := self.for_tools(variables.get("tools"))) is not self:
+            return chosen.render_spans(messages, **variables)
         render = self._render
         values = {
             "tools": None,
@@ -332,8 +340,9 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """Return the tokenizer's chat template ``name``. If ``name`` is None, returns the default template, or
-    the plain template if the tokenizer has no templates. Raises ConfigError if there is no such template, and
+    """Return the tokenizer's chat template ``name``. If ``name`` is None, returns the default template, which
+    is replaced by the template ``tool_use`` for conversations with tools, as in transformers; or the plain
+    template if the tokenizer has no templates. Raises ConfigError if there is no such template, and
     DataError if a file is damaged."""
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
@@ -344,7 +353,8 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
         listed = ", ".join(sorted(sources)) or "none"
         raise ConfigError(f"{tokenizer.place} has no chat template {chosen!r}; it has: {listed}")
     place = "the chat template" if chosen == DEFAULT else f"the chat template {chosen!r}"
-    return ChatTemplate(sources[chosen], tokens, f"{place} of {tokenizer.place}")
+    with_tools = find_template(tokenizer, WITH_TOOLS) if name is None and WITH_TOOLS in sources else None
+    return ChatTemplate(sources[chosen], tokens, f"{place} of {tokenizer.place}", with_tools=with_tools)
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
@@ -387,6 +397,7 @@ def render_with_answers(
     """Render a conversation as text. Returns the text, and the spans of the assistant's turns in it. Raises
     ChatError if the template refuses the conversation or fails, or if a turn cannot be located in the text.
     Raises DataError if the template is not valid Jinja."""
+    template = template.for_tools(variables.get("tools"))
     if template.marks_answers:
         return template.render_spans(messages, **variables)
     # Without generation blocks, the span of a turn is the text that it adds to the messages before it. If

@@ -86,7 +86,7 @@ def _in_messages(record: dict[str, Any], place: str) -> dict[str, Any]:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: tools are not JSON: {error}") from error
-    return {MESSAGES: messages, "tools": tools}
+    return {MESSAGES: messages, "tools": tools or None}  # published records have the text "[]" for none
 
 
 def _turn(turn: Any, number: int, place: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _inputs(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
             f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
             key="Data.tokenizer",
         )
-    check_tokenizer(tokenizer, cfg.Model.vocab_size)
+    check_tokenizer(tokenizer, cfg.Model.vocab_size, is_trained=True)
     # With both sequence parallelism and `sep`, each sequence is split into mp x sep parts.
     multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
     return dataset_cfg, tokenizer, multiple
@@ -348,6 +348,8 @@ class ChatDataset(RecordDataset):
         for number, line in self._lines:
             read_conversation(line, f"{path}:{number}")
         more = [self.template.source, dict(self.template.special_tokens)]
+        if self.template.with_tools is not None:
+            more.append(self.template.with_tools.source)
         super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
         self._has_warned = False
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.tokenizer.backends import build_engine
 from ppfleetx.data.tokenizer.json_files import (
     BYTE_CHARACTERS,
@@ -28,6 +28,7 @@ from ppfleetx.data.tokenizer.json_files import (
     write_files,
 )
 from ppfleetx.data.tokenizer.transformers_tokenizer import SideFiles, as_transformers
+from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import TokenizerConfig
@@ -132,13 +133,14 @@ class Tokenizer:
         self._engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
+        self._limit: int | None = None
         wrong = [one for one in (*made.before, *made.after) if not 0 <= one < self.vocab_size]
         if wrong:
             raise DataError(f"{place}: its post-processor adds the id {wrong[0]}, which it does not have")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the library objects in the engines cannot be pickled
         again = partial(Tokenizer, eod_token=self._given_eod_token, place=self.place)
-        return again, (self._files,)
+        return again, (self._files,), {"_limit": self._limit}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
@@ -182,10 +184,28 @@ class Tokenizer:
     def _ids(self) -> dict[str, int]:
         return self._engine.ids
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
-        """The highest token id plus one. ``Model.vocab_size`` must be at least this large."""
+        """The highest token id plus one. ``Model.vocab_size`` must be at least this large, except after
+        `leave_out_tokens`."""
+        return self._count if self._limit is None else min(self._count, self._limit)
+
+    @cached_property
+    def _count(self) -> int:
         return max(self._ids.values()) + 1
+
+    def leave_out_tokens(self, vocab_size: int) -> list[str]:
+        """Refuse from now on to encode texts that contain one of the added tokens for which a model with
+        ``vocab_size`` ids has no embedding. Returns these tokens. Nothing changes, and the result is empty,
+        if there are none, if a token of the vocabulary itself has such an id, or if a token that is needed
+        does, such as the end-of-document token."""
+        beyond = {token: token_id for token, token_id in self._ids.items() if token_id >= vocab_size}
+        added = {entry["content"] for entry in self.definition.get("added_tokens") or []}
+        needed = {*self.prefix_ids, *self.suffix_ids, *(self.end_ids if self.has_eod else ())}
+        if not beyond or not beyond.keys() <= added or not needed.isdisjoint(beyond.values()):
+            return []
+        self._limit = vocab_size
+        return sorted(beyond, key=beyond.__getitem__)
 
     @cached_property
     def eod_id(self) -> int:
@@ -278,12 +298,24 @@ class Tokenizer:
         `encode_prompt`, but no token is added around the text. Returns the ids, int64 [n], and a mask, bool
         [n], that is True for tokens with characters in a span."""
         with _surrogate_errors(text):
-            return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
+            ids, mask = self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
+        self._check(ids)
+        return ids, mask
 
     def _encode(self, text: str, *, special: bool, continues: bool) -> np.ndarray:
         with _surrogate_errors(text):
             special = special and self._side.parses_special_tokens
-            return self._engine.encode(text, special=special, continues=continues)
+            ids = self._engine.encode(text, special=special, continues=continues)
+        self._check(ids)
+        return ids
+
+    def _check(self, ids: np.ndarray) -> None:
+        if self._limit is None or not ids.size or (highest := int(ids.max())) < self._limit:
+            return
+        raise DataError(
+            f"the text contains {self._tokens[highest]!r}, the token {highest}, and the model has tokens 0 "
+            f"to {self._limit - 1} (Model.vocab_size)"
+        )
 
     # ---- ids to text
 
@@ -343,16 +375,29 @@ def from_section(cfg: TokenizerConfig) -> Tokenizer:
     return Tokenizer.load(cfg.dir or cfg.tokenizer_file or "", eod_token=cfg.eos_token)
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, *, is_trained: bool = False) -> None:
     """Raise DataError if a tokenizer has more ids than ``vocab_size``, the size of the model's vocabulary.
-    Fewer ids are allowed."""
+    Fewer ids are allowed.
+
+    Args:
+        is_trained: whether the model is trained already. Then added tokens may have larger ids, which only
+            makes texts that contain them unusable. Gemma 3 has such a token, and so have models whose
+            tokenizer got a padding token later.
+    """
     count = tokenizer.vocab_size
-    if count > vocab_size:
-        raise DataError(
-            f"{tokenizer.place} has {count} token ids, added tokens included, and the model {vocab_size} "
-            "(Model.vocab_size). Name the tokenizer that the model was trained with (Data.tokenizer.dir); a "
-            f"new model gets -o Model.vocab_size={count}"
+    if count <= vocab_size:
+        return
+    if is_trained and (left_out := tokenizer.leave_out_tokens(vocab_size)):
+        get_logger().warning(
+            f"{tokenizer.place} has {count} token ids, and the model {vocab_size}: texts that contain "
+            f"{shown(left_out[0])}{', ...' if len(left_out) > 1 else ''} are refused"
         )
+        return
+    raise DataError(
+        f"{tokenizer.place} has {count} token ids, added tokens included, and the model {vocab_size} "
+        "(Model.vocab_size). Name the tokenizer that the model was trained with (Data.tokenizer.dir); a "
+        f"new model gets -o Model.vocab_size={count}"
+    )
 
 
 def train_tokenizer(

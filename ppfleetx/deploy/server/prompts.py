@@ -70,8 +70,9 @@ class PromptReader:
     def _encode_chat(self, request: ChatPrompt, *, add_generation_prompt: bool) -> Sequence[int]:
         if not self._cfg.parse_special_tokens:
             self._refuse_special(request)
-        if request.offered_tools and "tools" not in self._template.source:
-            raise bad_request(f"tools: {self._template.place} does not support them", "tools")
+        template = self._template.for_tools(request.offered_tools or None)
+        if request.offered_tools and "tools" not in template.source:
+            raise bad_request(f"tools: {template.place} does not support them", "tools")
         options = {"add_generation_prompt": add_generation_prompt, **request.template_variables}
         try:
             text = self._template.render(request.messages, **options)
