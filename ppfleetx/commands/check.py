@@ -298,8 +298,11 @@ def _schedule(cfg: RunConfig) -> str:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
     warmup = counted(math.ceil(round(lr.warmup_length, 6)), f"warm-up {lr.unit}")
     text = f"{warmup} to {lr.max_lr:g}, {lr.decay_style}"
-    decays = SCHEDULES.traits(lr.decay_style).decays
-    return f"{text} to {lr.min_lr:g} at {lr.unit} {lr.decay_steps}" if decays else text
+    if SCHEDULES.traits(lr.decay_style).decays:
+        text += f" to {lr.min_lr:g} at {lr.unit} {lr.decay_steps}"
+    steps = cfg.Engine.max_steps
+    length = steps if lr.unit == "step" else cfg.batch.consumed_after(steps)
+    return f"{text}; the run ends within the warm-up" if length < lr.warmup_length else text
 
 
 def _run(cfg: RunConfig) -> str:

@@ -119,10 +119,12 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
     prefix = ".".join(path[:-1])
     everywhere = all_keys(root)
     near = [key for key in (ppfleetx_key(path[-1]),) if key in everywhere]
+    if near and (name := near[0].rpartition(".")[2]) in field_types(section):
+        near = [f"{prefix}.{name}"]  # the section has a key of this name itself, such as Optimizer.groups.0
+    near += [key for key in everywhere if key.rpartition(".")[2] == path[-1] and key not in near]
     if not near:
         here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
         near = [f"{prefix}.{name}" if prefix else name for name in here]
-    near += [key for key in everywhere if key.rpartition(".")[2] == path[-1] and key not in near]
     if not near:
         elsewhere = [key for key in everywhere if key not in (path[0], prefix)]
         near = difflib.get_close_matches(".".join(path), elsewhere, n=2, cutoff=0.75)
