@@ -384,7 +384,8 @@ def test_arguments_of_mindspeed_llm(tmp_path):
     cfg = loaded(
         "--position-embedding-type rope --rope-scaling-type llama3 --rope-scaling-factor 32 "
         "--low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 16 "
-        f"--tokenizer-type PretrainedFromHF --tokenizer-name-or-path {tmp_path} --ai-framework mindspore --swap-optimizer --mla-fa-without-pad "
+        f"--tokenizer-type PretrainedFromHF --tokenizer-name-or-path {tmp_path} "
+        "--ai-framework mindspore --swap-optimizer --mla-fa-without-pad "
         "--handler-name GeneralPretrainHandler --qk-layernorm "
         "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec",
         without="--vocab-size",
