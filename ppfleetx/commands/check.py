@@ -5,6 +5,7 @@ plan, parameters, batch sizes and memory. Needs neither Paddle nor a device.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -81,6 +82,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *(_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
+        *(_line("starts from", text) for text in _start(cfg)),
     ]
     notes = (*cfg.warnings, *without_effect(cfg), *host_operator_notes(cfg, device))
     loggers = (f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items())
@@ -298,8 +300,20 @@ def _schedule(cfg: RunConfig) -> str:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
     warmup = counted(math.ceil(round(lr.warmup_length, 6)), f"warm-up {lr.unit}")
     text = f"{warmup} to {lr.max_lr:g}, {lr.decay_style}"
-    decays = SCHEDULES.traits(lr.decay_style).decays
-    return f"{text} to {lr.min_lr:g} at {lr.unit} {lr.decay_steps}" if decays else text
+    if SCHEDULES.traits(lr.decay_style).decays:
+        text += f" to {lr.min_lr:g} at {lr.unit} {lr.decay_steps}"
+    steps = cfg.Engine.max_steps
+    length = steps if lr.unit == "step" else cfg.batch.consumed_after(steps)
+    return f"{text}; the run ends within the warm-up" if length < lr.warmup_length else text
+
+
+def _start(cfg: RunConfig) -> Iterator[str]:
+    """Describe the checkpoint that the run starts from, if it names one."""
+    save_load = cfg.Engine.save_load
+    for path, text in ((save_load.ckpt_dir, "the run in {}"), (save_load.init_from, "the weights of {}")):
+        if path is not None:
+            is_here = os.path.exists(path)  # noqa: PTH110 (Path.exists raises PermissionError)
+            yield text.format(path) + ("" if is_here else ", which is not here")
 
 
 def _run(cfg: RunConfig) -> str:

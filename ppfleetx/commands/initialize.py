@@ -16,7 +16,7 @@ from ppfleetx.core.engine.training_watchdog import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.progress import MEETING, PROGRESS
 from ppfleetx.utils.device_support import expected_device, not_supported_reasons
-from ppfleetx.utils.launcher_env import rank, world_size
+from ppfleetx.utils.launcher_env import rank, refuse_other_launchers, world_size
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.output_files import why_not_writable
 from ppfleetx.utils.process_env import import_paddle, prepare_process
@@ -51,6 +51,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     Raises:
         UserError: the configuration is invalid or not supported, or a file or a library is missing.
     """
+    if "Train" in reads:
+        refuse_other_launchers()
     main = rank() == 0
     logger = configure_logging(quiet=not main and not cfg.plan.reports_loss(rank()))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():

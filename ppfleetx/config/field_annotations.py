@@ -118,13 +118,18 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
     """
     prefix = ".".join(path[:-1])
     everywhere = all_keys(root)
+
+    def here(name: str) -> str:
+        return f"{prefix}.{name}" if prefix else name
+
     meant = ppfleetx_key(path[-1]) or ""
     # If ``root`` is one section, its keys are without the section's name.
     near = [key for key in (meant, meant.partition(".")[2]) if key in everywhere]
-    if not near:
-        here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
-        near = [f"{prefix}.{name}" if prefix else name for name in here]
+    if near and (name := near[0].rpartition(".")[2]) in field_types(section):
+        near = [here(name)]  # the section has a key of this name itself, such as Optimizer.groups.0
     near += [key for key in everywhere if key.rpartition(".")[2] == path[-1] and key not in near]
+    if not near:
+        near = [*map(here, difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6))]
     if not near:
         elsewhere = [key for key in everywhere if key not in (path[0], prefix)]
         near = difflib.get_close_matches(".".join(path), elsewhere, n=2, cutoff=0.75)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
+# Paddle's names are lowercase and without a card's number. These two are names of other programs.
+_DEVICE = re.compile(r"(?!(cuda|ascend|rocm|kunlun)$)[a-z][a-z0-9_]*")
 MAX_COUNT = 2**63 - 1
 """The largest count: checkpoints and Paddle store counts in 64 bits."""
 MAX_LAYERS = 10_000
@@ -45,9 +49,21 @@ def _zero_for_never(value: Any) -> Any:
 
 
 def _usable_path(value: str) -> str:
+    """Validator that puts the user's home directory for a leading ``~``, and refuses variables of a shell."""
     if not value.strip():
         raise ValueError("of at least one character")
-    return value
+    if _VARIABLE.search(value):
+        raise ValueError("without variables ($NAME), which only a shell replaces")
+    return str(Path(value).expanduser()) if value.startswith("~") else value
+
+
+def _kind_of_device(value: str) -> str:
+    if _DEVICE.fullmatch(value):
+        return value
+    bare = value.partition(":")[0].lower()
+    wanted = {"cuda": "gpu", "ascend": "npu", "rocm": "gpu", "kunlun": "xpu"}.get(bare, bare)
+    choose = "; the launcher's --devices chooses cards" if ":" in value else ""
+    raise ValueError(f"such as {wanted}{choose}" if _DEVICE.fullmatch(wanted) else "such as gpu or npu")
 
 
 def _no_bool(value: Any) -> Any:
@@ -59,6 +75,9 @@ def _no_bool(value: Any) -> Any:
 
 Text = Annotated[str, Field(strict=True), Says("a text")]
 PathText = Annotated[str, Field(strict=True), AfterValidator(_usable_path), Says("a path")]
+DeviceKind = Annotated[
+    str, Field(strict=True), AfterValidator(_kind_of_device), Says("auto or a kind of device")
+]
 Bool = Annotated[bool, Field(strict=True), Says("true or false")]
 Int = Annotated[int, Field(strict=True, ge=-MAX_COUNT, le=MAX_COUNT), Says("an integer")]
 CountInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT), Says("an integer of at least 0")]

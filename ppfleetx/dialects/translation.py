@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.errors import ConfigError, shown, shown_key
 from ppfleetx.config.reading.tree import Node, nested, node_of, put
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.key_tables import Key, KeyTable, Kind, choice, flag, integer, number
@@ -298,7 +298,7 @@ def translate(
         found[name] = (one, key)
     _refuse_unsupported(found, table)
     if unknown:
-        raise _unknown(unknown[0], table, dialect)
+        raise _unknown(unknown, table, dialect)
     for name, (one, key) in found.items():
         result.given[name] = one
         if one.value is not None:
@@ -324,14 +324,18 @@ def _refuse_unsupported(found: Mapping[str, tuple[UserOption, Key]], table: KeyT
             _check_fixed(given[key.name], key)
 
 
-def _unknown(one: UserOption, table: KeyTable, dialect: str) -> ConfigError:
+def _unknown(unknown: Sequence[UserOption], table: KeyTable, dialect: str) -> ConfigError:
+    """Return a ConfigError about the first of the ``unknown`` options, which names the others, too."""
+    one = unknown[0]
     if table.is_block(one.key):
         return one.error("must be a mapping of keys")
+    others = ", ".join(shown_key(other.key) for other in unknown[1:] if not table.is_block(other.key))
+    hint = table.nearest(one.key)
     return ConfigError(
         f"{dialect} has no such key, or this program does not know it.",
         key=one.key,
         place=one.place,
-        hint=table.nearest(one.key),
+        hint=f"{hint} Also unknown: {others}" if others else hint,
     )
 
 

@@ -125,8 +125,13 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
     if name in shipped:
         return _card(name, shipped, "the shipped cards")
     if not name.endswith((".yaml", ".yml")):
-        near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(shipped)}, or give a YAML file"
+        begins = [card for card in shipped if card.lower().startswith(name.lower())]
+        near = begins or difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"there are {', '.join(shipped)}, or give a YAML file"
+        )
         raise ConfigError("there is no such card;", key=key, value=name, place=asked_in, hint=hint)
     own = _plain(read_yaml(Path(name), key=key, value=name, place=asked_in))
     if len(own) != 1:

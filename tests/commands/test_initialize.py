@@ -60,3 +60,24 @@ def test_the_launchers_number_is_a_number(value: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", value)
     with pytest.raises(ConfigError, match=r"PADDLE_TRAINERS_NUM.*is not a number"):
         launcher_env.world_size()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "8", "LOCAL_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"},
+        {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3"},
+    ],
+)
+def test_processes_of_another_launcher_do_not_train_alone(monkeypatch, variables):
+    monkeypatch.delenv("PADDLE_TRAINERS_NUM", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"started 8 processes, .*paddle\.distributed\.launch"):
+        start_with(load_config(PRETRAIN, ON_CPU), reads=("Train",))
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "1")
+    launcher_env.refuse_other_launchers()
+    monkeypatch.delenv("PADDLE_TRAINERS_NUM")
+    monkeypatch.setenv(next(iter(variables)), "1")
+    launcher_env.refuse_other_launchers()

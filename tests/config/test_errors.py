@@ -54,6 +54,15 @@ WRONG_OVERRIDES = [
     ("Data.Train.dataset.input_dir=[a, '']", ["input_dir.1 = ''", "a path of at least one character"]),
     ("Data.Train.dataset.input_dir=' '", ["input_dir = ' '", "of at least one character"]),
     ("Global.seed=4294967296", ["Global.seed = 4294967296", "below 2^32"]),
+    ("Engine.save_load.output_dir=$HOME/o", ["output_dir = '$HOME/o'", "which only a shell replaces"]),
+    ("Data.Train.dataset.input_dir=[a, '${DATA}/b']", ["input_dir.1", "which only a shell replaces"]),
+    ("Global.device=GPU", ["Global.device = 'GPU'", "such as gpu"]),
+    ("Global.device=gpu:1", ["such as gpu; the launcher's --devices chooses cards"]),
+    ("Global.device=cuda", ["such as gpu"]),
+    ("Global.device=Ascend", ["such as npu"]),
+    ("Distributed.virtual_pp_degree=2", ["Did you mean Model.virtual_pp_degree?"]),
+    ("Distributed.cp_degree=2", ["Did you mean Distributed.sep_degree?"]),
+    ("Optimizer.groups=[{kinds: [norm], wd: 0}]", ["Did you mean Optimizer.groups.0.weight_decay?"]),
     ("Global.seed=-1", ["Global.seed = -1", "at least 0"]),
     ("Model.vocab_size=2147483648", ["Model.vocab_size = 2147483648", "below 2^31"]),
     ("Model.vocab_size=2147483647", ["Model.vocab_size = 2147483647", "padded vocabulary", "2147483648"]),
@@ -280,3 +289,11 @@ WORLDS = [
 @pytest.mark.parametrize(("world", "overrides", "pieces"), WORLDS)
 def test_world_size_names_both_numbers_and_a_plan(small, world, overrides, pieces):
     assert_said(refusal(small, overrides, world_size=world), pieces)
+
+
+def test_a_leading_tilde_is_the_home_directory(small, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["Engine.save_load.output_dir=~/out", "Data.Train.dataset.input_dir=[~/a, b~]"]
+    cfg = load_config(small, paths)
+    assert cfg.Engine.save_load.output_dir == "/home/me/out"
+    assert cfg.Data.Train.dataset.input_dir == ("/home/me/a", "b~")

@@ -378,6 +378,41 @@ def test_vocabulary_files(tmp_path):
         assert "not a vocabulary in JSON" in refusal(names, without="--vocab-size")
 
 
+def test_arguments_of_mindspeed_llm(tmp_path):
+    words = {f"w{number}": number for number in range(77)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
+    cfg = loaded(
+        "--position-embedding-type rope --rope-scaling-type llama3 --rope-scaling-factor 32 "
+        "--low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 16 "
+        f"--tokenizer-type PretrainedFromHF --tokenizer-name-or-path {tmp_path} "
+        "--ai-framework mindspore --swap-optimizer --mla-fa-without-pad "
+        "--handler-name GeneralPretrainHandler --qk-layernorm "
+        "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec",
+        without="--vocab-size",
+    )
+    assert (cfg.Model.vocab_size, cfg.Data.tokenizer.dir) == (77, str(tmp_path))
+    scaling = cfg.Model.rope_scaling
+    assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == ("llama3", 32, 16)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--spec my.module my_spec", "custom layers"),
+        ("--rope-scaling-type yarn", "must be one of 'llama3'"),
+        ("--rope-scaling-type llama3 --rope-scaling-factor 8", "needs --low-freq-factor, --high-freq-factor"),
+        ("--rope-scaling-type llama3 --use-rope-scaling", "only one kind of rope scaling"),
+        ("--enable-hf2mg-convert", "ppfleetx convert --from hf"),
+        ("--handler-name AlpacaStyleInstructionHandler", "ppfleetx finetune"),
+        ("--no-shared-storage", "the same output directory"),
+        ("--o2-optimizer", "always float32"),
+        ("--foo --bar 1 --baz=2", "Also unknown: --bar, --baz"),
+    ],
+)
+def test_what_is_refused_of_mindspeed_llm(arguments, words):
+    assert words in refusal(arguments)
+
+
 @pytest.mark.parametrize(
     "arguments, options",
     [

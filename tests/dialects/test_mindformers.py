@@ -295,3 +295,14 @@ def test_translations_are_native_configurations(name: str, tmp_path: Path) -> No
     assert (
         translation_of([str(CONFIGS / name), "--dataset_dir", "D"]).native.keys() == translation.native.keys()
     )
+
+
+def test_another_network_is_named_before_its_details(tmp_path) -> None:
+    path = tmp_path / "run_llama.yaml"
+    path.write_text(
+        "metric: {type: EmF1Metric}\n"
+        "parallel: {parallel_optimizer_config: {parallel_optimizer_threshold: 64}}\n"
+        "model: {arch: {type: LlamaForCausalLM}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"model\.arch\.type = 'LlamaForCausalLM' .*only GPT-2 is"):
+        run_of(["--config", str(path)])

@@ -202,3 +202,15 @@ def test_the_program(monkeypatch, capsys):
     )
     run_paddleformers([])
     assert "usage: run_pretrain.py" in capsys.readouterr().out
+
+
+def test_keys_of_the_examples_of_today():
+    cfg = loaded(stage="PT", fine_tuning="full", dataset_type="pretrain", packing=True, optim="adamw_custom")
+    assert cfg.Optimizer.name == "AdamW"
+    for key, value, words in (
+        ("stage", "SFT", "ppfleetx finetune"),
+        ("fine_tuning", "lora", "ppfleetx finetune"),
+        ("train_dataset_path", "train.jsonl", "ppfleetx prepare"),
+        ("offload_optim", True, "stage2 offload"),
+    ):
+        assert words in refusal(**{key: value})

@@ -264,6 +264,10 @@ def test_a_card_of_ones_own(tmp_path):
     path.write_text("mine:\n  base: A100-80GB\n  memory_gob: 60\n")
     with pytest.raises(ConfigError, match="memory_gob"):
         load_card(str(path))
+    with pytest.raises(ConfigError, match=r"did you mean 910B-64GB\?"):
+        load_card("910B")
+    with pytest.raises(ConfigError, match=r"did you mean A100-80GB or A100-40GB\?"):
+        load_card("a100")
     with pytest.raises(ConfigError, match="did you mean A100-80GB"):
         load_card("A100-80")
 

@@ -11,6 +11,7 @@ from ppfleetx.config.errors import RuleError
 from ppfleetx.config.field_types import (
     Bool,
     CountInt,
+    DeviceKind,
     Float,
     Int,
     IntervalOrZero,
@@ -35,7 +36,7 @@ class GlobalConfig(Section):
     accumulate_steps = local_batch_size / micro_batch_size.
     """
 
-    device: Text = "auto"
+    device: DeviceKind = "auto"
     """The device: `cpu`, `gpu`, `xpu` (Kunlun), `npu` (Ascend), or the name of another device of a Paddle
     plugin; `auto` takes the cards that the installed Paddle supports, or else the CPU."""
     seed: Seed = 1024

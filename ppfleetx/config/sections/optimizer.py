@@ -99,7 +99,10 @@ class LRConfig(Section):
 
     def violations(self) -> Iterator[RuleError]:
         if self.warmup_steps is not None and self.warmup_rate is not None:
-            yield RuleError(("warmup_rate", "warmup_steps"), "give the warm-up once: in steps or as a rate")
+            yield RuleError(
+                ("warmup_rate", "warmup_steps"),
+                "give the warm-up once: in steps or as a rate; set the other to null",
+            )
         if self.min_lr > self.max_lr:
             yield RuleError(
                 ("min_lr", "max_lr"), f"the lowest rate {self.min_lr} is above the highest {self.max_lr}"

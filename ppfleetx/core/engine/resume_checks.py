@@ -47,6 +47,9 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stret
             )
         elif then != now[key]:
             change = first_difference(f"Model.{key}", then, now[key])
+            sizes = trained.hidden_size, model.hidden_size
+            if key == "head_dim" and model.head_dim is None and sizes[0] != sizes[1]:
+                change = Change("Model.hidden_size", *sizes)  # the size of a head follows from it
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} was trained with {change.key} = {change.then!r}, "
                 f"this configuration has {change.now!r}: the same weights would compute something else; "

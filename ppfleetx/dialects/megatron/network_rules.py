@@ -20,6 +20,8 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 # Vocabulary size by file name, assumed if the vocabulary file does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
+# The argument that names the directory of the tokenizer, by tokenizer type; the second is MindSpeed-LLM's.
+_DIRECTORY_OF = {"HuggingFaceTokenizer": "tokenizer_model", "PretrainedFromHF": "tokenizer_name_or_path"}
 
 
 def required(run: Translation) -> None:
@@ -117,11 +119,22 @@ def _norms(run: Translation) -> None:
 
 def _rope_scaling(run: Translation) -> None:
     interpolation = run.number("rotary_seq_len_interpolation_factor", 1.0, least=1.0)
-    names = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
-    if run.flag("use_rope_scaling", False):
-        if interpolation != 1:
-            raise run.conflict(names, "only one kind of rope scaling can be used; give one of these")
+    kinds = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_type")
+    names = (*kinds, "rope_scaling_factor", *LLAMA3)
+    chosen = run.flag("use_rope_scaling", False), run.choice("rope_scaling_type", ("llama3",)) is not None
+    if sum((interpolation != 1, *chosen)) > 1:
+        raise run.conflict(kinds, "only one kind of rope scaling can be used; give one of these")
+    if chosen[1]:
+        wanted = ("rope_scaling_factor", *LLAMA3)
+        if absent := [name for name in wanted if name not in run]:
+            raise run.error("rope_scaling_type", f"needs {', '.join(option(name, run) for name in absent)}")
         scaling: dict[str, Any] = {
+            "type": "llama3",
+            "factor": run.number("rope_scaling_factor"),
+            **{name: run.value(name) for name in LLAMA3},
+        }
+    elif chosen[0]:
+        scaling = {
             "type": "llama3",
             "factor": run.number("rope_scaling_factor", 8.0),
             **LLAMA3,
@@ -152,14 +165,15 @@ def _window(run: Translation) -> None:
 def vocabulary(run: Translation) -> None:
     """Translate Megatron's options for the tokenizer's files and the vocabulary size."""
     kind = run.value("tokenizer_type", "GPT2BPETokenizer")
-    if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"):
+    if kind not in ("GPT2BPETokenizer", "NullTokenizer", *_DIRECTORY_OF):
         raise run.error(
             "tokenizer_type",
-            "must be GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer; convert others with "
-            "ppfleetx tokenizer or give a directory with tokenizer.json",
+            "must be GPT2BPETokenizer, HuggingFaceTokenizer, PretrainedFromHF or NullTokenizer; convert "
+            "others with ppfleetx tokenizer or give a directory with tokenizer.json",
         )
-    if kind == "HuggingFaceTokenizer" and "tokenizer_model" in run:
-        run.put("Data.tokenizer.dir", run.text("tokenizer_model"), "tokenizer_model")
+    directory = _DIRECTORY_OF.get(kind)
+    if directory in run:
+        run.put("Data.tokenizer.dir", run.text(directory), directory)
     elif kind == "GPT2BPETokenizer" and ("vocab_file" in run or "merge_file" in run):
         for name, key in (("vocab_file", "vocab_file"), ("merge_file", "merges_file")):
             run.put(f"Data.tokenizer.{key}", run.text(name), name)
@@ -180,7 +194,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[UserOption],
         return run.integer("vocab_size", least=1) + extra, run.origins("vocab_size"), why
     if "padded_vocab_size" in run:
         return run.integer("padded_vocab_size", least=1), run.origins("padded_vocab_size"), ""
-    name = "tokenizer_model" if kind == "HuggingFaceTokenizer" else "vocab_file"
+    name = _DIRECTORY_OF.get(kind, "vocab_file")
     if name not in run:
         raise ConfigError(
             "is missing; it says how many tokens there are",

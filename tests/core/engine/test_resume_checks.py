@@ -38,6 +38,13 @@ def test_a_new_run_may_stretch_positions_and_says_so(change, caplog):
         check_same_function(checkpoint, ModelConfig(**ROPE, **change, norm_epsilon=1e-3), may_stretch=True)
 
 
+def test_of_a_changed_hidden_size_that_key_is_named():
+    saved = ModelConfig(**ROPE).model_dump(mode="json")
+    checkpoint = SimpleNamespace(path="run", manifest=SimpleNamespace(config={"Model": saved}))
+    with pytest.raises(CheckpointError, match=r"Model\.hidden_size = 8, this configuration has 16: "):
+        check_same_function(checkpoint, ModelConfig(**{**ROPE, "hidden_size": 16}))
+
+
 def test_of_a_mixture_the_changed_key_alone_is_named():
     moe = {"num_experts": 4, "expert_ffn_size": 8}
     saved = ModelConfig(**ROPE, moe=moe).model_dump(mode="json")
