@@ -15,7 +15,6 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.config.reading.overrides import Setting
-from ppfleetx.config.registries import DATASETS
 from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.indexed_dataset import IndexedDatasetWriter, idx_path, optimal_dtype
@@ -244,26 +243,26 @@ def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
     return str(place)
 
 
-def _refuse_other_records(raw: RunConfig, given: Iterable[tuple[str, Any]]) -> None:
+def _refuse_other_records(raw: RunConfig, given: Mapping[str, str]) -> None:
     """Raise ConfigError if there are data for a set whose dataset cannot read them, because it reads records
-    (such as conversations) and not texts. ``given`` has pairs of a set, such as ``Train``, and its data."""
-    for mode, data in given:
+    (such as conversations) and not texts. ``given`` has the argument with the data of each set, as in
+    ``{"Train": "train_data"}``."""
+    for mode, argument in given.items():
         section = getattr(raw.Data, mode)
-        if data is None or section is None or DATASETS.traits(section.dataset.name).kind == "corpus":
-            continue
-        raise raw.error(
-            f"Data.{mode}.dataset.name",
-            f"{mode.lower()}_data are texts, which this dataset does not read. Name its file in "
-            f"Data.{mode}.dataset.input_dir and split in place of {mode.lower()}_data; for texts set "
-            f"Data.{mode}.dataset.name to GPTDataset",
-        )
+        if section is not None and not section.dataset.is_corpus:
+            raise raw.error(
+                f"Data.{mode}.dataset.name",
+                f"{argument} are texts, which this dataset does not read. Name its file in "
+                f"Data.{mode}.dataset.input_dir and split in place of {argument}; for texts set "
+                f"Data.{mode}.dataset.name to GPTDataset",
+            )
 
 
 def _data_settings(raw: RunConfig, train_data: Any, eval_data: Any, home: Path) -> list[Setting]:
     if train_data is None and eval_data is None:
         return []
-    evaluated = train_data if eval_data is None else eval_data
-    _refuse_other_records(raw, [("Train", train_data), ("Eval", evaluated)])
+    trained = {} if train_data is None else {"Train": "train_data"}
+    _refuse_other_records(raw, {**trained, "Eval": "train_data" if eval_data is None else "eval_data"})
     tokenizer = load_tokenizer(raw)
     found: list[Setting] = []
     for mode, data, whole in (("Train", train_data, [1, 0, 0]), ("Eval", eval_data, [0, 1, 0])):

@@ -308,12 +308,17 @@ def _schedule(cfg: RunConfig) -> str:
 
 
 def _start(cfg: RunConfig) -> Iterator[str]:
-    """Describe the checkpoint that the run starts from, if it names one."""
-    save_load = cfg.Engine.save_load
-    for path, text in ((save_load.ckpt_dir, "the run in {}"), (save_load.init_from, "the weights of {}")):
-        if path is not None:
-            is_here = os.path.exists(path)  # noqa: PTH110 (Path.exists raises PermissionError)
-            yield text.format(path) + ("" if is_here else ", which is not here")
+    """Describe the checkpoints that the run starts from, if it names any."""
+    for key, path in cfg.weight_sources():
+        is_here = os.path.exists(path)  # noqa: PTH110 (Path.exists raises PermissionError)
+        yield _STARTS[key].format(path) + ("" if is_here else ", which is not here")
+
+
+_STARTS = {
+    "Engine.save_load.ckpt_dir": "the run in {}",
+    "Engine.save_load.init_from": "the weights of {}",
+    "Model.lora.base": "the frozen weights of {}",
+}
 
 
 def _run(cfg: RunConfig) -> str:

@@ -5,17 +5,22 @@ Each type carries a :class:`Says`, which describes its values in messages and in
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
-# Paddle's names are lowercase and without a card's number. These two are names of other programs.
-_DEVICE = re.compile(r"(?!(cuda|ascend|rocm|kunlun)$)[a-z][a-z0-9_]*")
+# Names of kinds of devices in lowercase, and what Paddle calls them. Other kinds are named by plugins.
+_DEVICES = {name: name for name in ("auto", "cpu", "gpu", "xpu", "npu")} | {
+    "cuda": "gpu",
+    "rocm": "gpu",
+    "ascend": "npu",
+    "kunlun": "xpu",
+}
 MAX_COUNT = 2**63 - 1
 """The largest count: checkpoints and Paddle store counts in 64 bits."""
 MAX_LAYERS = 10_000
@@ -49,21 +54,23 @@ def _zero_for_never(value: Any) -> Any:
 
 
 def _usable_path(value: str) -> str:
-    """Validator that puts the user's home directory for a leading ``~``, and refuses variables of a shell."""
+    """Validator that puts the user's home directory for a leading ``~``, and refuses variables of a shell,
+    except in the name of a file that exists."""
     if not value.strip():
         raise ValueError("of at least one character")
-    if _VARIABLE.search(value):
+    path = os.path.expanduser(value)  # noqa: PTH111 (Path.expanduser raises RuntimeError for unknown users)
+    if _VARIABLE.search(path) and not os.path.lexists(path):
         raise ValueError("without variables ($NAME), which only a shell replaces")
-    return str(Path(value).expanduser()) if value.startswith("~") else value
+    return path
 
 
 def _kind_of_device(value: str) -> str:
-    if _DEVICE.fullmatch(value):
-        return value
-    bare = value.partition(":")[0].lower()
-    wanted = {"cuda": "gpu", "ascend": "npu", "rocm": "gpu", "kunlun": "xpu"}.get(bare, bare)
-    choose = "; the launcher's --devices chooses cards" if ":" in value else ""
-    raise ValueError(f"such as {wanted}{choose}" if _DEVICE.fullmatch(wanted) else "such as gpu or npu")
+    name, colon, _ = value.partition(":")
+    kind = _DEVICES.get(name.lower(), name) or "gpu or npu"
+    if value != kind:
+        choose = "; the launcher's --devices chooses cards" if colon else ""
+        raise ValueError(f"such as {kind}{choose}")
+    return value
 
 
 def _no_bool(value: Any) -> Any:

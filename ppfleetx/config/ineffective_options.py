@@ -20,8 +20,9 @@ from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.optimizer import MuonConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
+from ppfleetx.config.yaml_dump import is_record
 
-_MANIFEST = "manifest.json"  # is in the directory of a checkpoint, beside the checkpoint's configuration
+_MANIFEST = "manifest.json"  # a configuration in the same directory is part of a checkpoint
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
@@ -370,7 +371,7 @@ def _is_preset(place: str) -> bool:
     file = Path(place.rpartition(":")[0])
     if file.resolve().is_relative_to(CONFIGS) or (file.parent / _MANIFEST).is_file():
         return True
-    return file.name == "config.yaml" and any(file.parent.glob(f"*/{_MANIFEST}"))  # written by a run
+    return file.name == "config.yaml" and is_record(file)  # a copy is a configuration of the user
 
 
 def _default(cfg: RunConfig, key: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,9 +15,9 @@ import yaml
 from ppfleetx.config.section import Section
 from ppfleetx.config.sections.root import RunConfig
 
-RECORD_MARK = "# The configuration of a run."
+_RECORD_MARK = "# The configuration of a run."
 _HEAD = f"""\
-{RECORD_MARK} Every key is here. What is marked as derived followed from other keys or from
+{_RECORD_MARK} Every key is here. What is marked as derived followed from other keys or from
 # the number of processes; it is computed again when the file is used.
 # Engine.save_load.resume is auto, so this command continues the run:
 #   ppfleetx train -c THIS_FILE
@@ -32,6 +33,15 @@ def run_record(cfg: RunConfig) -> str:
     save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))
+
+
+def is_record(path: Path) -> bool:
+    """Return whether the file ``path`` was written by :func:`run_record`."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_RECORD_MARK)) == _RECORD_MARK.encode()
+    except FileNotFoundError:
+        return False
 
 
 def dump_config(cfg: RunConfig) -> str:

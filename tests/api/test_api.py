@@ -247,6 +247,16 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
             ConfigError,
             "Data.Train.dataset.name = 'ChatDataset': train_data are texts",
         ),
+        (
+            lambda: ppfleetx.Trainer(
+                "debug/gpt_nano",
+                {"Data.Eval.dataset.name": "ChatDataset", "Data.Eval.dataset.split": "dev"},
+                train_data=["a"],
+                tokenizer="tokenizer",
+            ),
+            ConfigError,
+            "Data.Eval.dataset.name = 'ChatDataset': train_data are texts",
+        ),
     ):
         with pytest.raises(error, match=rule):
             call()

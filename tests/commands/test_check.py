@@ -27,4 +27,7 @@ def test_what_a_run_starts_from_is_named(tmp_path):
         (f"ckpt_dir={absent}", f"the run in {absent}, which is not here\n"),
     ):
         assert words in check_report(load_config(NANO, [f"Engine.save_load.{given}"]))
+    adapters = ["Model.lora.rank=2", f"Model.lora.base={absent}"]
+    report = check_report(load_config(NANO, adapters))
+    assert f"starts from    the frozen weights of {absent}, which is not here\n" in report
     assert "starts from" not in check_report(load_config(NANO))

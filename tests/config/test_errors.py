@@ -60,6 +60,7 @@ WRONG_OVERRIDES = [
     ("Global.device=gpu:1", ["such as gpu; the launcher's --devices chooses cards"]),
     ("Global.device=cuda", ["such as gpu"]),
     ("Global.device=Ascend", ["such as npu"]),
+    ("Global.device=FakeCPU:0", ["such as FakeCPU; the launcher's --devices chooses cards"]),
     ("Distributed.virtual_pp_degree=2", ["Did you mean Model.virtual_pp_degree?"]),
     ("Distributed.cp_degree=2", ["Did you mean Distributed.sep_degree?"]),
     ("Optimizer.groups=[{kinds: [norm], wd: 0}]", ["Did you mean Optimizer.groups.0.weight_decay?"]),

@@ -9,7 +9,7 @@ import pytest
 from ppfleetx.config.ineffective_options import SWITCHED_OFF, SwitchedOff, without_effect
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.shipped import CONFIGS
-from ppfleetx.config.yaml_dump import dump_config
+from ppfleetx.config.yaml_dump import dump_config, run_record
 
 GPT = CONFIGS / "nlp/gpt"
 FP16, BF16 = (f"Engine.mix_precision={{enable: True, dtype: {kind}}}" for kind in ("float16", "bfloat16"))
@@ -158,15 +158,14 @@ def test_keys_without_effect_are_the_users_own(small, write):
 
 
 def test_keys_without_effect_of_a_run_are_not_told_again(small, write, tmp_path):
-    written = dump_config(
-        load_config(small, ["Generation.top_k=5", "Generation.decode_strategy=greedy_search"])
-    )
-    config = write("config.yaml", written)
-    assert len(without_effect(load_config(config))) == 1
-    (tmp_path / "epoch_0_step_1").mkdir()
-    (tmp_path / "epoch_0_step_1/manifest.json").touch()
+    cfg = load_config(small, ["Generation.top_k=5", "Generation.decode_strategy=greedy_search"])
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/manifest.json").touch()
+    assert len(without_effect(load_config(write("config.yaml", dump_config(cfg))))) == 1  # the user's own
+    config = write("config.yaml", run_record(cfg))
     assert without_effect(load_config(config)) == []
     assert len(without_effect(load_config(config, ["Generation.top_k=6"]))) == 1
+    assert len(without_effect(load_config(write("copy.yaml", run_record(cfg))))) == 1
 
 
 def test_every_row_has_a_case(small: Path) -> None:

@@ -12,7 +12,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.optimizer import LRConfig
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.config.yaml_dump import dump_config, run_record
-from tests.config.conftest import SMALL
+from tests.config.conftest import SMALL, refusal
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 
@@ -249,3 +249,24 @@ def test_recomputed_layers():
     assert chosen(use_recompute=True) == [0, 1, 2, 3, 4, 5]
     assert chosen(use_recompute=True, recompute_interval=2, no_recompute_layers=(2,)) == [0, 4]
     assert chosen(use_recompute=True, recompute_layers=(1, 5)) == [1, 5]
+
+
+def test_a_path_may_begin_with_the_home_directory(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    key = "Engine.save_load.output_dir"
+    assert load_config(small, [f"{key}=~/o"]).Engine.save_load.output_dir == f"{tmp_path}/o"
+    for path in ("~no_such_user/o", "a/~"):  # as in a shell
+        assert load_config(small, [f"{key}={path}"]).Engine.save_load.output_dir == path
+
+
+def test_a_dollar_sign_is_part_of_the_name_of_a_directory_that_exists(small, tmp_path):
+    place = tmp_path / "a$b"
+    key = "Engine.save_load.init_from"
+    assert "which only a shell replaces" in refusal(small, [f"{key}={place}"])
+    place.mkdir()
+    assert load_config(small, [f"{key}={place}"]).Engine.save_load.init_from == str(place)
+
+
+def test_a_kind_of_device_has_any_name_that_its_plugin_gives(small):
+    for name in ("custom_cpu", "FakeCPU", "my-card"):
+        assert load_config(small, [f"Global.device={name}"]).Global.device == name

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.resolve_checkpoint import open_resolved, resolve_checkp
 from ppfleetx.checkpoint.run_ownership import RUN_FILE, read_run
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.yaml_dump import RECORD_MARK
+from ppfleetx.config.yaml_dump import is_record
 
 _KEY = "Engine.save_load.output_dir"
 RESUME, CKPT_DIR, INIT_FROM = (f"Engine.save_load.{name}" for name in ("resume", "ckpt_dir", "init_from"))
@@ -80,14 +80,6 @@ def run_traces(output_dir: Path) -> list[str]:
     if len(found) == 1:
         return [f"checkpoint {found[0].name}", *files]
     return [f"{len(found)} checkpoints, {found[0].name} to {found[-1].name}", *files]
-
-
-def is_record(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(RECORD_MARK)) == RECORD_MARK.encode()
-    except FileNotFoundError:
-        return False
 
 
 def _resumes_within(cfg: RunConfig) -> bool:

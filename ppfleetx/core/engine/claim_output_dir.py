@@ -26,7 +26,7 @@ from ppfleetx.checkpoint.run_ownership import RUN_FILE, Ownership, RunRecord, ne
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.yaml_dump import run_record
+from ppfleetx.config.yaml_dump import is_record, run_record
 from ppfleetx.core.engine.check_output_dir import (
     CKPT_DIR,
     CONFIG_FILE,
@@ -34,7 +34,6 @@ from ppfleetx.core.engine.check_output_dir import (
     RESUME,
     check_start,
     directory_error,
-    is_record,
     lies_in,
     output_dir_of,
 )
