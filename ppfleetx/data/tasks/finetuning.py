@@ -64,7 +64,7 @@ def read_conversation(line: bytes, place: str) -> dict[str, Any]:
     if MESSAGES not in record:
         record = _in_messages(record, place)
     _check(record[MESSAGES], place)
-    return record
+    return {**record, "tools": record.get("tools") or None}  # published records have an empty list for none
 
 
 def _in_messages(record: dict[str, Any], place: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _in_messages(record: dict[str, Any], place: str) -> dict[str, Any]:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: tools are not JSON: {error}") from error
-    return {MESSAGES: messages, "tools": tools or None}  # published records have the text "[]" for none
+    return {MESSAGES: messages, "tools": tools}
 
 
 def _turn(turn: Any, number: int, place: str) -> dict[str, Any]:
@@ -370,7 +370,7 @@ class ChatDataset(RecordDataset):
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)
         try:
-            ids, learned = self._fitting(record[MESSAGES], record.get("tools"), place)
+            ids, learned = self._fitting(record[MESSAGES], record["tools"], place)
         except UserError as error:
             raise DataError(f"{place}: {error}") from error
         mask = np.zeros(self.max_seq_len, np.float32)

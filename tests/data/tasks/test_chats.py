@@ -12,7 +12,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, render_with_answers
 from ppfleetx.data.gpt_dataset import PADDING
-from ppfleetx.data.tasks.finetuning import ChatDataset
+from ppfleetx.data.tasks.finetuning import ChatDataset, read_conversation
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
 
@@ -228,6 +228,12 @@ def test_published_forms_are_read_as_they_are(tmp_path: Path, form: str, name: s
     sample = dataset[1]
     assert [*sample["tokens"][: sample["lengths"]], expected[-1]] == expected
     assert learnt(dataset, 1) == f"{SAID}<|im_end|>"
+
+
+@pytest.mark.parametrize("record", [{"messages": CHAT[:3]}, {"conversations": CHAT[:3]}])
+@pytest.mark.parametrize("tools", [[], None])
+def test_an_empty_list_of_tools_is_none(record: dict[str, list], tools: list | None) -> None:
+    assert read_conversation(json.dumps({**record, "tools": tools}).encode(), "here")["tools"] is None
 
 
 def test_what_a_template_refuses_is_reported_with_its_line(tmp_path: Path) -> None:
