@@ -165,7 +165,7 @@ SWITCHED_OFF = (
     _off(
         "Generation.temperature",
         "Generation.decode_strategy is not sampling",
-        lambda cfg: cfg.Generation.first_unused_option(["temperature"]) is not None,
+        lambda cfg: not cfg.Generation.reads_temperature,
     ),
     _off(
         "Generation.prompt_lookup_num_tokens",

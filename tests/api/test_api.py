@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,11 @@ def test_a_loaded_configuration_can_be_given_in_place_of_a_file(name: str) -> No
     assert again.model_dump() == cfg.model_dump() and again.derived == cfg.derived
 
 
+def trainer_of_chats(mode: str) -> ppfleetx.Trainer:
+    chats = {f"Data.{mode}.dataset.name": "ChatDataset", f"Data.{mode}.dataset.split": "dev"}
+    return ppfleetx.Trainer("debug/gpt_nano", chats, train_data=["a"], tokenizer="tokenizer")
+
+
 def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
     for call, error, rule in (
         (lambda: ppfleetx.load("nowhere"), CheckpointError, "there is no directory nowhere"),
@@ -237,25 +243,13 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
             ConfigError,
             r"give Callback\(\)",
         ),
-        (
-            lambda: ppfleetx.Trainer(
-                "debug/gpt_nano",
-                {"Data.Train.dataset.name": "ChatDataset", "Data.Train.dataset.split": "train"},
-                train_data=["a"],
-                tokenizer="tokenizer",
-            ),
-            ConfigError,
-            "Data.Train.dataset.name = 'ChatDataset': train_data are texts",
-        ),
-        (
-            lambda: ppfleetx.Trainer(
-                "debug/gpt_nano",
-                {"Data.Eval.dataset.name": "ChatDataset", "Data.Eval.dataset.split": "dev"},
-                train_data=["a"],
-                tokenizer="tokenizer",
-            ),
-            ConfigError,
-            "Data.Eval.dataset.name = 'ChatDataset': train_data are texts",
+        *(
+            (
+                partial(trainer_of_chats, mode),
+                ConfigError,
+                f"Data.{mode}.dataset.name = 'ChatDataset': train_data are texts",
+            )
+            for mode in ("Train", "Eval")
         ),
     ):
         with pytest.raises(error, match=rule):

@@ -19,6 +19,8 @@ RECORDS = f"{{{DATASET}, sampler: {{shuffle: True, drop_last: False}}}}"
 CASES = [
     (["Optimizer.name=SGD", "Optimizer.beta1=0.5", "Optimizer.weight_decay=0.01"], "beta1 weight_decay"),
     (["Optimizer.name=SGD"], ""),
+    (["Generation.decode_strategy=greedy_search", "Generation.temperature=1.0"], "temperature"),
+    (["Generation.decode_strategy=greedy_search", "Generation.temperature=0"], ""),
     (["Optimizer.muon.momentum=0.9"], "muon.momentum"),
     (["Optimizer.name=Muon", "Optimizer.muon.momentum=0.9"], ""),
     (

@@ -193,9 +193,17 @@ class GenerationConfig(TokenOptions):
         given = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
         return None if given is None else tuple(dict.fromkeys(given))
 
+    @property
+    def reads_temperature(self) -> bool:
+        """Whether ``temperature`` fits the decoding strategy. Temperature 0 means greedy search, so it fits
+        greedy search, too."""
+        return self.decode_strategy == "sampling" or (
+            self.decode_strategy == "greedy_search" and self.temperature == 0
+        )
+
     def first_unused_option(self, keys: Iterable[str]) -> tuple[str, str] | None:
         """Return the first of ``keys`` that was set but that the configured ``decode_strategy`` does not
-        read. Temperature 0 with greedy search is not such a key.
+        read.
 
         The result is the pair (key, the strategy that reads it), or None if there is no such key. A key at
         its default does not count as set. ``seed`` is never returned.
@@ -204,9 +212,10 @@ class GenerationConfig(TokenOptions):
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
         for key in keys:
             is_asked_for = key in readers and getattr(self, key) != type(self).model_fields[key].default
-            if key == "temperature" and self.temperature == 0 and self.decode_strategy == "greedy_search":
-                continue  # which is what it means
-            if is_asked_for and readers[key] != self.decode_strategy:
+            is_read = (
+                self.reads_temperature if key == "temperature" else readers.get(key) == self.decode_strategy
+            )
+            if is_asked_for and not is_read:
                 return key, readers[key]
         return None
 

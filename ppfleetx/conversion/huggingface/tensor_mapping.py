@@ -134,12 +134,11 @@ class Rule:
 
 def rules(hf_config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[Rule]:
     """Return one conversion rule for each of our parameters, in model order. The measured loads of experts
-    have no rule, because Hugging Face does not store them.
+    have no rule, because Hugging Face does not store them. Raises UserError if the network is not
+    supported.
 
     Args:
         names: entries that replace some of ``Family.names``.
-
-    Raises UserError if the network is not supported.
     """
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config), **(names or {})}

@@ -106,6 +106,7 @@ inline void* Engine() {
 }
 
 // Describes a matrix [batch, rows, columns] that is stored row by row; if `turned`, its transpose is stored row by row.
+// A matrix can have no batch, and a vector has only columns.
 inline void* Describe(const Shape& dims, bool turned, int type) {
   const int64_t rows = dims.size() > 1 ? dims[dims.size() - 2] : 1, columns = dims.back();
   Shape strides = {rows * columns, turned ? 1 : columns, turned ? rows : 1};
