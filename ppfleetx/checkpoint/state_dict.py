@@ -50,7 +50,8 @@ def load_model(
     checkpoint: Checkpoint,
     *,
     vocab_size: int | None = None,
-    allow_missing: Collection[str] = (),
+    new: Collection[str] = (),
+    allow_missing: bool = False,
     allow_extra: bool | Collection[str] = False,
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
@@ -65,7 +66,9 @@ def load_model(
     Args:
         named_params: (name in the whole model, parameter) of this rank.
         vocab_size: the model's vocabulary size without padding.
-        allow_missing: names of parameters that keep their values if the checkpoint lacks them.
+        new: names of parameters that keep their values if the checkpoint lacks them, such as adapters of a
+            run that begins.
+        allow_missing: if True, any parameter that the checkpoint lacks keeps its values, with a warning.
         allow_extra: names of checkpoint tensors to ignore if the model does not have them. True: all.
         allow_other_shapes: if True, parameters that have another shape or vocabulary in the checkpoint keep
             their values; if False, such parameters are an error.
@@ -85,7 +88,7 @@ def load_model(
             "Engine.save_load.allow_other_shapes=True the embedding starts afresh"
         )
     names = [name for name, _ in params]
-    _check_names(checkpoint, list(dict.fromkeys([*names, *model_names])), allow_missing, allow_extra)
+    _check_names(checkpoint, list(dict.fromkeys([*names, *model_names])), new, allow_missing, allow_extra)
     stored = set(checkpoint.names())
     present = [(name, param) for name, param in params if name in stored]
     if allow_other_shapes:
@@ -314,15 +317,16 @@ def _of_same_shape(
 def _check_names(
     checkpoint: Checkpoint,
     names: list[str],
-    allow_missing: Collection[str],
+    new: Collection[str],
+    allow_missing: bool,
     allow_extra: bool | Collection[str],
 ) -> None:
     stored = checkpoint.names()
-    missing = [name for name in names if name not in set(stored)]
-    refused = [name for name in missing if name not in allow_missing]
-    if refused:
+    known = {*stored, *new}
+    missing = [name for name in names if name not in known]
+    if missing and not allow_missing:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} lacks parameters of the model{_listed('missing', refused)}; "
+            f"checkpoint {checkpoint.path} lacks parameters of the model{_listed('missing', missing)}; "
             "with Engine.save_load.allow_missing=True they keep their initial values"
         )
     extra = [name for name in stored if name not in set(names)]

@@ -60,7 +60,7 @@ def _usable_path(value: str) -> str:
         raise ValueError("of at least one character")
     path = os.path.expanduser(value)  # noqa: PTH111 (Path.expanduser raises RuntimeError for unknown users)
     if _VARIABLE.search(path) and not os.path.lexists(path):
-        raise ValueError("without variables ($NAME), which only a shell replaces")
+        raise ValueError("(without variables such as $NAME, which only a shell replaces)")
     return path
 
 

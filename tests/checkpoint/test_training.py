@@ -143,6 +143,18 @@ def test_differences(tmp_path):
         load_optimizer({}, params, checkpoint)
 
 
+def test_only_missing_weights_that_are_not_new_are_a_warning(tmp_path, caplog):
+    """The adapters of a run that begins are in no checkpoint."""
+    params = model()
+    checkpoint, (last, _) = saved(tmp_path, params[:-1]), params[-1]
+    before = values(params)[last]
+    load_model(params, checkpoint, new=[last])
+    assert caplog.messages == []
+    load_model(params, checkpoint, allow_missing=True)
+    assert last in caplog.text
+    assert np.array_equal(values(params)[last], before)
+
+
 def test_bfloat16_goes_through_unchanged_and_converted(tmp_path):
     params = model(dtype="bfloat16")
     checkpoint = saved(tmp_path, params)

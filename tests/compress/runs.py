@@ -130,7 +130,7 @@ def add_adapters(small: Path, directory: Path) -> Path:
     stages = with_quantized_weights(gpt_stages(cfg.Model, factory), cfg.Compress.Weights, factory)
     parameters = canonical_parameters(StagedModel(stages, seed=2))
     added = [name for name in parameters if ".lora." in name]
-    load_model(parameters.items(), checkpoint, vocab_size=cfg.Model.vocab_size, allow_missing=added)
+    load_model(parameters.items(), checkpoint, vocab_size=cfg.Model.vocab_size, new=added)
     rng = np.random.default_rng(6)
     for name in added:
         parameters[name].set_value(rng.normal(0, 0.3, parameters[name].shape).astype(np.float32))
