@@ -183,7 +183,11 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     record for each set. A classifier's predictions, also for ``Data.Test``, are written to
     ``output_dir/predictions``."""
     if cfg.Data.Eval is None:
-        raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
+        raise _without_data(
+            "evaluation",
+            "Data.Eval.dataset.input_dir",
+            ". For the perplexity of a text: `ppfleetx eval MODEL --text FILE`",
+        )
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
         start = find_weights(cfg, ctx)
         sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
@@ -199,9 +203,10 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
         return records
 
 
-def _without_data(what: str, key: str) -> ConfigError:
+def _without_data(what: str, key: str, instead: str = "") -> ConfigError:
     return ConfigError(
-        f"names no data, and {what} needs some. A corpus PREFIX.bin, PREFIX.idx: -o {key}=PREFIX", key=key
+        f"names no data, and {what} needs some. A corpus PREFIX.bin, PREFIX.idx: -o {key}=PREFIX{instead}",
+        key=key,
     )
 
 

@@ -113,7 +113,8 @@ class _Download:
             return config.parent
         files = {one.rfilename: one for one in info.siblings or ()}
         if CONFIG not in files:
-            raise CheckpointError(f"{self.name} has no {CONFIG}: transformers cannot load it")
+            advice = self._gguf_advice(files) or "transformers cannot load it"
+            raise CheckpointError(f"{self.name} has no {CONFIG}: {advice}")
         directory = self._file(files[CONFIG], self.name.revision, info.sha).parent
         try:
             model_keys(read_hf_config(directory))  # check this before a large download
@@ -154,7 +155,22 @@ class _Download:
                 return [single]
         others = sorted({Path(name).suffix for name in files if Path(name).suffix in _OTHER_WEIGHTS})
         has = f" (it has {', '.join(others)})" if others else ""
-        raise CheckpointError(f"{self.name} has neither {SINGLE} nor {PICKLE}{has}")
+        advice = self._gguf_advice(files)
+        raise CheckpointError(
+            f"{self.name} has neither {SINGLE} nor {PICKLE}{has}" + (f": {advice}" if advice else "")
+        )
+
+    def _gguf_advice(self, files: Mapping[str, Any]) -> str | None:
+        """Say how to use a GGUF file of the model. Returns None if it has none."""
+        ggufs = sorted(name for name in files if name.endswith(".gguf"))
+        if not ggufs:
+            return None
+        at = "" if self.name.revision == DEFAULT_REVISION else f" --revision {self.name.revision}"
+        others = f" (or another of its {len(ggufs)} files)" if len(ggufs) > 1 else ""
+        return (
+            f"for a GGUF file{others}, run `hf download {self.name.repo} {ggufs[0]}{at} --local-dir .`, and "
+            f"write {ggufs[0]} in place of {self.name}"
+        )
 
     def _shards(self, files: Mapping[str, Any], index: str, commit: str) -> list[str]:
         where = read_json(self._file(files[index], commit, commit)).get("weight_map")

@@ -48,10 +48,11 @@ def test_without_data_the_key_is_named() -> None:
     from ppfleetx.commands.train import evaluate, train
     from ppfleetx.distributed.context import ParallelContext
 
-    for program, section in ((train, "Train"), (evaluate, "Eval")):
+    text = r"\. For the perplexity of a text: `ppfleetx eval MODEL --text FILE`"
+    for program, section, instead in ((train, "Train", ""), (evaluate, "Eval", text)):
         cfg = load_config("ppfleetx/configs/debug/gpt_nano.yaml", [f"Data.{section}=null"])
         key = f"Data.{section}.dataset.input_dir"
-        with pytest.raises(ConfigError, match=f"^{key}: names no data, .* -o {key}=PREFIX$"):
+        with pytest.raises(ConfigError, match=f"^{key}: names no data, .* -o {key}=PREFIX{instead}$"):
             program(cfg, ParallelContext.single())
 
 

@@ -31,6 +31,7 @@ from tests.models.gpt_builders import load_golden
 
 pytest.importorskip("huggingface_hub")
 LLAMA, SHARDED, PICKLED, GATED = "org/llama", "org/gpt2", "org/old", "org/gated"
+GGUF, EMPTY = "org/ggufs", "org/empty"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     old = hf_dirs.write(root / "old", "hf_llama")
     (old / "model.safetensors").rename(old / "weights.gguf")
     other = hf_dirs.write(root / "other", "hf_llama", model_type="mamba")
-    return {LLAMA: llama, SHARDED: sharded, PICKLED: old, GATED: llama, "org/mamba": other}
+    for name in ("ggufs", "empty"):
+        (root / name).mkdir()
+        (root / name / "README.md").write_text("# A model")
+    for name in ("a.gguf", "b.gguf"):
+        (root / "ggufs" / name).write_bytes(b"GGUF")
+    ours = {LLAMA: llama, SHARDED: sharded, PICKLED: old, GATED: llama, "org/mamba": other}
+    return {**ours, GGUF: root / "ggufs", EMPTY: root / "empty"}
 
 
 @pytest.fixture
@@ -188,7 +195,17 @@ def test_without_a_connection_the_earlier_download_is_used(hub, monkeypatch, cap
         ("hf:org/nothing", "there is no model org/nothing on http.*or it is private.*HF_TOKEN"),
         (f"hf:{LLAMA}@v9", "org/llama has no revision v9"),
         (f"hf:{GATED}", "is gated: its owner must grant you access"),
-        (f"hf:{PICKLED}", r"has neither model.safetensors nor pytorch_model.bin \(it has .gguf\)"),
+        (
+            f"hf:{PICKLED}@v1",
+            r"has neither model.safetensors nor pytorch_model.bin \(it has .gguf\): for a GGUF file, run "
+            r"`hf download org/old weights.gguf --revision v1 --local-dir .`, and write weights.gguf",
+        ),
+        (
+            f"hf:{GGUF}",
+            r"has no config.json: for a GGUF file \(or another of its 2 files\), run `hf download org/ggufs "
+            r"a.gguf --local-dir .`, and write a.gguf in place of hf:org/ggufs",
+        ),
+        (f"hf:{EMPTY}", "has no config.json: transformers cannot load it"),
         ("hf:org/mamba", "hf:org/mamba: model_type 'mamba' is not supported"),
     ],
 )

@@ -115,6 +115,7 @@ QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 # holds at most a million entries.
 _LONG_RUN = 100_000
 _WHITE_SPACE = re.compile(r"\s+")
+_WARNED: set[str] = set()  # why tiktoken could not be used, of the tokenizers that build_engine warned of
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
@@ -128,9 +129,13 @@ def build_engine(definition: dict[str, Any], place: str) -> TiktokenEngine | Tok
     try:
         return TiktokenEngine(definition, place)
     except Unsupported as reason:
-        get_logger().warning(
-            "%s: %s, so it is encoded with the tokenizers library, several times slower", place, reason
-        )
+        # A command often opens copies of one tokenizer, a checkpoint's and the run's: one warning is enough.
+        cause = f"{reason} {json.dumps(definition.get('pre_tokenizer'), sort_keys=True)}"
+        if cause not in _WARNED:
+            _WARNED.add(cause)
+            get_logger().warning(
+                "%s: %s, so it is encoded with the tokenizers library, several times slower", place, reason
+            )
         return TokenizersEngine(definition, place)
 
 
