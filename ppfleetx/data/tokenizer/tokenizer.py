@@ -248,6 +248,10 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._special.values())
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token with this text; None if there is none."""
+        return self._special.get(text)
+
     @cached_property
     def _tokens(self) -> dict[int, str]:
         return {token_id: token for token, token_id in self._ids.items()}
