@@ -110,7 +110,7 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text)
+        return tokenizer.encode_continuation(text, parse_special_tokens=False)
 
     encode.eos_token_id, encode.bos_token_id = end_ids[0], None
     encode.tokens = [text_bytes(tokenizer, one) for one in range(tokenizer.vocab_size)]

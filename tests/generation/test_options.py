@@ -3,18 +3,24 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
 
+import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.sections.generation import GenerationConfig, StructuredOutputs
 from ppfleetx.config.validate import section_of
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export_dir import check_generation
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling import score_prompt
-from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, process_logits
+from ppfleetx.generation.sampling_params import Grammar, RowTokens, SamplingParams, process_logits
+from ppfleetx.generation.text_io import RowText
 
+TOKENIZER_GOLDENS = Path(__file__).parents[1] / "goldens/tokenizers"
+TOKENIZERS = sorted(one.name for one in TOKENIZER_GOLDENS.iterdir())
 PROMPTS = ["the cat", "hat the other", "an"]
 GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 24}
 SCHEMA = {
@@ -194,6 +200,25 @@ class TestStructuredOutputs:
         for [one] in generator.generate(PROMPTS, cfg):
             assert re.fullmatch(pattern, one.text), one.text
             assert one.finish_reason == "stop"
+
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    @pytest.mark.parametrize("form", [{"choice": ("yes, it is", "no")}, {"json_schema": SCHEMA}], ids=str)
+    def test_every_kind_of_tokenizer(self, name: str, form: dict) -> None:
+        """Also those that write a space before a text."""
+        tokenizer = Tokenizer.load(TOKENIZER_GOLDENS / name)
+        prompt, rng = tokenizer.encode_prompt("Is it?"), np.random.default_rng(0)
+        grammar = Grammar(StructuredOutputs(**form), tokenizer, (tokenizer.eod_id,))
+        for _ in range(5):
+            text, new = RowText(tokenizer, (), prompt), [-1]
+            while new[-1] != tokenizer.eod_id:
+                allowed = np.flatnonzero(grammar.allowed(tuple(new[1:])))
+                new.append(int(rng.choice(allowed)))
+                text.feed(new[-1])
+            written = text.finish()
+            if "choice" in form:
+                assert written in form["choice"]
+            else:
+                assert json.loads(written).keys() == {"sort", "old"}
 
     @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
     @pytest.mark.parametrize(

@@ -291,10 +291,10 @@ class Tokenizer:
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
-    def encode_continuation(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
         """Encode ``text`` as the continuation of earlier text, such as the response to a prompt. No token and
         no space is added before it."""
-        return self._encode(text, special=True, continues=True).tolist()
+        return self._encode(text, special=parse_special_tokens, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode ``text``, and mark the tokens in ``spans``, such as the assistant's turns of a chat. A span
