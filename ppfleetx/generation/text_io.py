@@ -107,6 +107,9 @@ class NoTokenizer:
     def finish(self) -> str:
         return ""
 
+    def pending(self) -> str:
+        return ""
+
 
 class RowText:
     """Decodes the generated tokens of one sequence one by one, up to the first stop string.
@@ -154,8 +157,11 @@ class RowText:
             self.stop_reason = self._end_ids[token_id]
         if not is_end or self._include_stop:
             self._held += self._decoder.feed(token_id)
+            pending = self._decoder.pending() if self._stops else ""
             if self._num_tokens <= self._min_tokens:
-                self._num_early = len(self._held)
+                self._num_early = len(self._held + pending)
+            if pending and any(self._find(stop, pending) >= 0 for stop in self._stops):
+                self._held += self._decoder.finish()
             self._release()
         return self._ended
 
@@ -182,8 +188,8 @@ class RowText:
         self._send(self._held[:safe])
         self._held, self._num_early = self._held[safe:], max(0, self._num_early - safe)
 
-    def _find(self, stop: str) -> int:
-        return self._held.find(stop, max(0, self._num_early - len(stop) + 1))
+    def _find(self, stop: str, pending: str = "") -> int:
+        return (self._held + pending).find(stop, max(0, self._num_early - len(stop) + 1))
 
     def _length_of_possible_stop(self) -> int:
         return max(

@@ -56,6 +56,10 @@ class ByteStreamDecoder:
         U+FFFD."""
         return self._bytes.decode(b"", final=True)
 
+    def pending(self) -> str:
+        """Return the text that `feed` holds back because later ids could change it."""
+        return ""
+
 
 class TextStreamDecoder:
     """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
@@ -89,6 +93,10 @@ class TextStreamDecoder:
         text = self._decode(self._ids)
         piece, self._sent = text[self._sent :], len(text)
         return piece
+
+    def pending(self) -> str:
+        is_run = bool(self._ids) and self._is_byte(self._ids[-1])
+        return self._decode(self._ids)[self._sent :] if is_run else ""
 
     def _is_byte(self, token_id: int) -> bool:
         return _BYTE_TOKEN.fullmatch(self._tokens.get(token_id, "")) is not None
