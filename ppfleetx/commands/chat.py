@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
@@ -96,7 +96,7 @@ class Conversation:
         ids, left_out = self._prompt()
         room = self.generator.max_positions - len(ids)
         limits = {key: min(getattr(self.options, key), room) for key in ("max_dec_len", "min_dec_len")}
-        stops = (*_stops(self.options), *self.template.stops) or None
+        stops = (*self.options.stops, *self.template.stops) or None
         options = self.options.model_copy(update={**limits, "stop": stops})
         was_stopped, reason = False, "stop"
         try:
@@ -136,11 +136,6 @@ class AnswerReport:
     left_out: int  # number of old messages that no longer fit the model's context length
     was_stopped: bool  # by Ctrl-C
     is_cut: bool  # at the length limit
-
-
-def _stops(options: GenerationConfig) -> Sequence[str]:
-    stop = options.stop or ()
-    return (stop,) if isinstance(stop, str) else stop
 
 
 def run(chat: Chat) -> None:

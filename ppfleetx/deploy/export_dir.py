@@ -46,7 +46,15 @@ in groups of `WIDTH` columns."""
 _FIRST_WITH_CHECKSUM = 3
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 _KEY = "Inference.model_dir"
-_PROGRAM_READS = ("temperature", "top_k", "top_p", "repetition_penalty", "stop_token_ids", "ignore_eos")
+_PROGRAM_READS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+)
 _AGAIN = "export the model again with ppfleetx export"
 
 

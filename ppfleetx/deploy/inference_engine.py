@@ -115,7 +115,7 @@ class InferenceEngine(TextGenerator):
         return {"exponentials": np.stack([stream.numbers(0, steps) for stream in streams])}
 
     def _ends(self, batch: Batch) -> dict[str, np.ndarray]:
-        end_ids = np.array(batch.end_ids or [_NO_TOKEN], dtype=np.int64)
+        end_ids = np.array([*batch.end_ids] or [_NO_TOKEN], dtype=np.int64)
         if "end_id" in self.manifest.inputs:  # format 2
             if len(end_ids) > 1:
                 raise ConfigError(
@@ -127,7 +127,7 @@ class InferenceEngine(TextGenerator):
         return {"end_ids": end_ids}
 
     @staticmethod
-    def _cut_row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
+    def _cut_row(ids: list[int], limit: int, end_ids: Collection[int], text: RowText) -> Row:
         """Return the generated token ids ``ids`` as a :class:`Row`, truncated after the first end token or
         stop string, or to ``limit`` tokens. The program's output after that is meaningless. ``text`` decodes
         the tokens and detects stop strings."""

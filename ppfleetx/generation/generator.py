@@ -23,7 +23,7 @@ from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.sampling_params import SamplingParams, check_ids, ended_by
 from ppfleetx.generation.speculative_decoding import MOST_ROWS, Assistant, ProposedRows, decode_with_drafts
-from ppfleetx.generation.text_io import NoTokenizer, Prompt, RowText, token_ids
+from ppfleetx.generation.text_io import NoTokenizer, Prompt, RowText, StopReason, token_ids
 from ppfleetx.models.staged_model import StagedModel
 from ppfleetx.utils.log import get_logger
 
@@ -39,14 +39,14 @@ class Batch:
         default_seed: the seed to use if ``cfg.seed`` is None.
         first_prompt: the index of the batch's first prompt in the caller's list.
         max_new_tokens: limit of new tokens for each prompt.
-        end_ids: the tokens that end a continuation.
+        end_ids: the tokens that end a continuation, and the stop reason of each.
     """
 
     cfg: GenerationConfig
     default_seed: int
     first_prompt: int
     max_new_tokens: list[int]
-    end_ids: tuple[int, ...]
+    end_ids: dict[int, StopReason]
     options: SamplingParams
     on_text: OnText | None
 
@@ -87,11 +87,14 @@ class Generation:
     """One continuation of a prompt. Comparison ignores ``logprobs`` and ``score``, which depend on rounding.
 
     Attributes:
-        text: the new text, without the prompt, the end token and the stop string.
+        text: the new text, without the prompt, the end token and the stop string (unless
+            ``cfg.include_stop_str_in_output`` is set).
         ids: the generated token ids, including the end token.
         finish_reason: ``stop`` (end token or stop string) or ``length``.
         logprobs: the log-probability of each generated token; None if ``cfg.logprobs`` is None.
         score: in beam search, log-probability / length ** length_penalty; otherwise None.
+        stop_reason: the stop string or the token of ``cfg.stop_token_ids`` that ended the continuation;
+            otherwise None.
     """
 
     text: str
@@ -99,6 +102,7 @@ class Generation:
     finish_reason: FinishReason
     logprobs: tuple[TokenScore, ...] | None = field(default=None, compare=False)
     score: float | None = field(default=None, compare=False)
+    stop_reason: StopReason = None
 
 
 class TextGenerator(ABC):
@@ -149,8 +153,8 @@ class TextGenerator(ABC):
             raise ConfigError(
                 "this program takes no assistant", key="Generation.assistant_model", value=cfg.assistant_model
             )
-        end_ids = self.end_ids(cfg)
-        options = SamplingParams.of(cfg, self.tokenizer, end_ids)
+        end_ids = ended_by(cfg, cfg.stops, self.end_ids(cfg), self.tokenizer)
+        options = SamplingParams.of(cfg, self.tokenizer, tuple(end_ids))
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
@@ -168,11 +172,10 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """Return the tokens that end a continuation: ``cfg.stop_token_ids`` and, unless ``cfg.ignore_eos``
-        is set, the end tokens that ``cfg`` names. If ``cfg`` names none, the tokenizer's end tokens are
-        used. Raises ConfigError for an id outside the tokenizer's vocabulary."""
+        """Return the model's end tokens: those that ``cfg`` names or, if it names none, the tokenizer's.
+        Raises ConfigError for an id outside the tokenizer's vocabulary."""
         check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
-        return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
+        return self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -180,10 +183,17 @@ class TextGenerator(ABC):
         :class:`RowText` for each continuation, in the same order; a subclass must give it each new token."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
-        stop = batch.cfg.stop or ()
+        cfg = batch.cfg
         emit = None if batch.on_text is None else partial(batch.on_text, batch.first_prompt + prompt, copy)
-        stops = (stop,) if isinstance(stop, str) else stop
-        return RowText(self.tokenizer, stops, ids, emit, end_ids=batch.end_ids)
+        return RowText(
+            self.tokenizer,
+            cfg.stops,
+            ids,
+            emit,
+            end_ids=batch.end_ids,
+            min_tokens=cfg.min_dec_len,
+            include_stop=cfg.include_stop_str_in_output,
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)
@@ -315,10 +325,12 @@ class Generator(TextGenerator):
         forced = [getattr(cfg, key) for key in keys]
         for key, token_id in zip(keys, forced, strict=True):
             check_ids(key, () if token_id is None else (token_id,), self.tokenizer)
-        return Rules(batch.end_ids, cfg.min_dec_len, batch.options, *forced)
+        return Rules(tuple(batch.end_ids), cfg.min_dec_len, batch.options, *forced)
 
 
 def _generation(row: Row, text: RowText, scored: bool) -> Generation:
     assert row.finish_reason is not None
     logprobs = tuple(row.scores) if scored else None
-    return Generation(text.finish(), tuple(row.ids), row.finish_reason, logprobs, row.rank_score)
+    written = text.finish()
+    reason = text.stop_reason if row.finish_reason == "stop" else None
+    return Generation(written, tuple(row.ids), row.finish_reason, logprobs, row.rank_score, reason)

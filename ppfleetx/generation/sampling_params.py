@@ -26,7 +26,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.decoding_session import pad_left
 from ppfleetx.generation.gumbel_sampling import draw
 from ppfleetx.generation.logits_processors import candidates, penalize_repetition
-from ppfleetx.generation.text_io import NoTokenizer, text_bytes
+from ppfleetx.generation.text_io import NoTokenizer, StopReason, text_bytes
 
 _KEY = "Generation.structured_outputs"
 _MOST_MATCHERS = 256
@@ -110,7 +110,7 @@ def _tokenizer(tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text)
+        return tokenizer.encode_continuation(text, parse_special_tokens=False)
 
     encode.eos_token_id, encode.bos_token_id = end_ids[0], None
     encode.tokens = [text_bytes(tokenizer, one) for one in range(tokenizer.vocab_size)]
@@ -194,14 +194,23 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 
 
 def ended_by(
-    options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
-) -> tuple[int, ...]:
-    """Return the tokens that end a sequence: ``options.stop_token_ids`` and, unless ``ignore_eos`` is set,
-    the model's ``end_ids``. Raises ConfigError if a stop token is not in the tokenizer's vocabulary.
-    """
+    options: TokenOptions,
+    stops: Sequence[str],
+    end_ids: tuple[int, ...],
+    tokenizer: Tokenizer | NoTokenizer,
+) -> dict[int, StopReason]:
+    """Return the tokens that end a sequence, and the stop reason of each: the model's ``end_ids``, unless
+    ``ignore_eos`` is set, the tokens of ``options.stop_token_ids``, and those of ``stops`` that are special
+    tokens, which are not in the text. Raises ConfigError if a stop token is not in the tokenizer's
+    vocabulary."""
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
-    own = () if options.ignore_eos else end_ids
-    return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
+    reasons: dict[int, StopReason] = {} if options.ignore_eos else dict.fromkeys(end_ids)
+    for token in options.stop_token_ids:
+        reasons.setdefault(token, token)
+    for stop in stops:
+        if (token := tokenizer.special_id(stop)) is not None:
+            reasons.setdefault(token, stop)
+    return reasons
 
 
 def _bad_word_sequences(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+StopReason = str | int | None
+"""What ended a continuation: a stop string or a token of ``stop_token_ids``. None: anything else, such as the
+model's end token or the length limit."""
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
@@ -104,11 +107,23 @@ class NoTokenizer:
     def finish(self) -> str:
         return ""
 
+    def pending(self) -> str:
+        return ""
+
 
 class RowText:
-    """Decodes the generated tokens of one sequence one by one, up to the first stop string. ``prompt`` has
-    the token ids of the sequence's prompt. ``emit`` is called with each new piece of text. The tokens in
-    ``end_ids`` end the sequence; as in vLLM, they add nothing to the text."""
+    """Decodes the generated tokens of one sequence one by one, up to the first stop string.
+
+    Args:
+        prompt: the token ids of the sequence's prompt.
+        emit: callback for each new piece of text.
+        end_ids: the tokens that end the sequence, and the stop reason of each.
+        min_tokens: a stop string that is complete within this many tokens does not end the sequence.
+        include_stop: what ends the sequence, a stop string or an end token, is part of the text.
+
+    Attributes:
+        stop_reason: the stop string that the text contains, or the stop reason of the end token.
+    """
 
     def __init__(
         self,
@@ -117,9 +132,14 @@ class RowText:
         prompt: Sequence[int],
         emit: Callable[[str], None] | None = None,
         *,
-        end_ids: Collection[int] = (),
+        end_ids: Mapping[int, StopReason] | None = None,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
-        self._end_ids = frozenset(end_ids)
+        self.stop_reason: StopReason = None
+        self._end_ids, self._include_stop = end_ids or {}, include_stop
+        self._min_tokens, self._num_tokens = min_tokens, 0
+        self._num_early = 0  # the first characters of the text held back, in which no stop string may end
         self._decoder = tokenizer.stream_decoder(skip_special_tokens=True, after=prompt)
         self._stops, self._emit = tuple(stops), emit
         self._sent: list[str] = []
@@ -129,8 +149,19 @@ class RowText:
     def feed(self, token_id: int) -> bool:
         """Add a token. Returns whether the text contains a complete stop string. Tokens after the stop
         string are ignored."""
-        if not self._ended and token_id not in self._end_ids:
+        if self._ended:
+            return True
+        self._num_tokens += 1
+        is_end = token_id in self._end_ids
+        if is_end:
+            self.stop_reason = self._end_ids[token_id]
+        if not is_end or self._include_stop:
             self._held += self._decoder.feed(token_id)
+            pending = self._decoder.pending() if self._stops else ""
+            if self._num_tokens <= self._min_tokens:
+                self._num_early = len(self._held + pending)
+            if pending and any(self._find(stop, pending) >= 0 for stop in self._stops):
+                self._held += self._decoder.finish()
             self._release()
         return self._ended
 
@@ -146,15 +177,19 @@ class RowText:
 
     def _release(self) -> None:
         """Emit the pending text, except a suffix that could be the beginning of a stop string. If there is a
-        complete stop string, emit only the text before it."""
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        complete stop string, emit only the text before it, or up to its end with ``include_stop``."""
+        found = [(place, stop) for stop in self._stops if (place := self._find(stop)) >= 0]
         if found:
-            self._send(self._held[: min(found)])
+            place, self.stop_reason = min(found, key=lambda one: one[0])
+            self._send(self._held[: place + len(self.stop_reason) * self._include_stop])
             self._held, self._ended = "", True
             return
         safe = len(self._held) - self._length_of_possible_stop()
         self._send(self._held[:safe])
-        self._held = self._held[safe:]
+        self._held, self._num_early = self._held[safe:], max(0, self._num_early - safe)
+
+    def _find(self, stop: str, pending: str = "") -> int:
+        return (self._held + pending).find(stop, max(0, self._num_early - len(stop) + 1))
 
     def _length_of_possible_stop(self) -> int:
         return max(

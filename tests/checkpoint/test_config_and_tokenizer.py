@@ -129,6 +129,8 @@ SAMPLING, BEAMS = GREEDY | {"decode_strategy": "sampling"}, GREEDY | {"decode_st
         ({"max_length": 77, "suppress_tokens": [3]}, GREEDY | {"suppress_tokens": [3]}, "max_length"),
         ({"max_length": 77, "max_new_tokens": 9}, GREEDY | {"max_dec_len": 9}, ""),
         ({"bad_words_ids": [[3, 4]], "max_length": 20}, GREEDY | {"bad_words": [[3, 4]]}, ""),
+        ({"stop_strings": ["</s>"]}, GREEDY | {"stop": ["</s>"]}, ""),
+        ({"stop_strings": "x", "num_beams": 2}, BEAMS | {"num_beams": 2}, "stop"),
         ({"chat_format": "chatml"}, GREEDY, "chat_format"),
         ({"temperature": "hot", "top_p": 0.9}, GREEDY | {"top_p": 0.9}, "temperature"),
         ({"do_sample": True, "temperature": 0.0}, SAMPLING | {"temperature": 0.0}, ""),

@@ -46,6 +46,12 @@ def test_texts_and_ids_are_those_of_transformers(style: str, directory: Path) ->
         text, spans = template.render_spans(row["messages"], **options_of(row))
         assert text == row["text"]
         assert template.encode(tokenizer, row["messages"], **options_of(row)) == row["ids"]
+        if row.get("continued", "") is None:
+            with pytest.raises(ChatError, match="does not write the text of the last message"):
+                template.render(row["messages"], continue_final_message=True, **options_of(row))
+        elif "continued" in row:
+            open_end = template.render(row["messages"], continue_final_message=True, **options_of(row))
+            assert open_end == row["continued"]
         ids, marked = tokenizer.encode_marked(text, spans)
         assert ids.tolist() == row["ids"]
         assert marked.nonzero()[0].tolist() == row["assistant"], text

@@ -1,5 +1,7 @@
 """Prompts in, text out: limits, stop strings, streaming, reproducibility."""
 
+from pathlib import Path
+
 import pytest
 
 from ppfleetx.config.errors import ConfigError, DataError
@@ -168,6 +170,19 @@ def test_row_text_never_shows_part_of_a_stop_string(tokenizer: Tokenizer) -> Non
         assert not "".join(shown).endswith((" s", " st", " sto"))
     assert ended
     assert row.finish() == "".join(shown) == "one sto, two st, three "
+
+
+@pytest.mark.parametrize(
+    ("minimum", "length", "text"), [(0, 3, " cat"), (2, 3, " cat"), (3, 6, " cat\n cat")]
+)
+def test_a_stop_string_of_byte_tokens_ends_the_text_at_once(minimum: int, length: int, text: str) -> None:
+    """Such tokens have no text of their own until their run is complete."""
+    llama = Tokenizer.load(Path(__file__).parents[1] / "goldens/tokenizers/llama2")
+    line = [*llama.encode("cat"), llama.encode("\n")[-1]]
+    assert (len(line), llama.token_bytes(line[-1])) == (3, b"<0x0A>")
+    row = RowText(llama, ["\n"], llama.encode_prompt("the"), min_tokens=minimum)
+    assert [row.feed(token) for token in [*line, *line]].index(True) == length - 1
+    assert row.finish() == text
 
 
 def test_row_text_gives_back_what_it_held_at_the_end(tokenizer: Tokenizer) -> None:

@@ -3,18 +3,24 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
 
+import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.sections.generation import GenerationConfig, StructuredOutputs
 from ppfleetx.config.validate import section_of
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export_dir import check_generation
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.sampling import score_prompt
-from ppfleetx.generation.sampling_params import RowTokens, SamplingParams, process_logits
+from ppfleetx.generation.sampling_params import Grammar, RowTokens, SamplingParams, process_logits
+from ppfleetx.generation.text_io import RowText
 
+TOKENIZER_GOLDENS = Path(__file__).parents[1] / "goldens/tokenizers"
+TOKENIZERS = sorted(one.name for one in TOKENIZER_GOLDENS.iterdir())
 PROMPTS = ["the cat", "hat the other", "an"]
 GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 24}
 SCHEMA = {
@@ -56,6 +62,64 @@ def test_what_ends_a_continuation(generator: Generator, tokenizer) -> None:
     options = GenerationConfig(**GREEDY, ignore_eos=True, stop_token_ids=(free[0][5],))
     [[one]] = generator.generate(PROMPTS[:1], options)
     assert one.text == tokenizer.decode(one.ids[:-1]), "as in vLLM, what ends a text is not in it"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_reason_for_a_stop(generator: Generator, tokenizer, name: str) -> None:
+    """As in vLLM: a token of ``stop_token_ids``, but not one of the model's own."""
+    options = STRATEGIES[name] | {"max_dec_len": 24}
+    free = ids_of(generator, **options, ignore_eos=True)[0]
+    named = {"stop_token_ids": (free[5],)}
+    for more, reason in (
+        ({"ignore_eos": True}, None),
+        ({"ignore_eos": True, **named}, free[5]),
+        ({"eos_token_id": free[5]}, None),
+        ({"eos_token_id": free[5], **named}, None),
+    ):
+        [[one]] = generator.generate(PROMPTS[:1], GenerationConfig(**options, **more))
+        assert one.stop_reason == reason
+        assert one.finish_reason == ("stop" if len(more) > 1 or "eos_token_id" in more else "length")
+
+
+@pytest.mark.parametrize("name", ["guessed", "greedy", "sampled"])
+def test_what_ends_a_text_can_be_in_it(generator: Generator, tokenizer, name: str) -> None:
+    options = STRATEGIES[name] | {"max_dec_len": 24, "ignore_eos": True}
+    [[free]] = generator.generate(PROMPTS[:1], GenerationConfig(**options))
+    stop, token = free.text[4:7], free.ids[5]
+    before = free.text[: free.text.index(stop)]
+    ids = free.ids[: free.ids.index(token) + 1]
+    for more, texts, reason in (
+        ({"stop": ("never", stop)}, (before, before + stop), stop),
+        ({"stop_token_ids": (token,)}, (tokenizer.decode(ids[:-1]), tokenizer.decode(ids)), token),
+    ):
+        for included, text in zip((False, True), texts, strict=True):
+            pieces: list[str] = []
+            cfg = GenerationConfig(**options, **more, include_stop_str_in_output=included)
+            [[one]] = generator.generate(
+                PROMPTS[:1], cfg, on_text=lambda _prompt, _copy, piece, to=pieces: to.append(piece)
+            )
+            assert (one.text, one.finish_reason, one.stop_reason) == (text, "stop", reason)
+            assert "".join(pieces) == text
+
+
+def test_no_stop_string_ends_within_the_minimum(generator: Generator) -> None:
+    [[free]] = generator.generate(PROMPTS[:1], GenerationConfig(**GREEDY, ignore_eos=True))
+    for least in range(13):
+        cfg = GenerationConfig(**GREEDY, ignore_eos=True, min_dec_len=least, stop=tuple(free.text))
+        [[one]] = generator.generate(PROMPTS[:1], cfg)
+        assert least < len(one.ids) < 24
+        assert one.ids == free.ids[: len(one.ids)]
+        assert free.text.startswith(one.text)
+
+
+def test_a_special_token_as_a_stop_string(generator: Generator, tokenizer) -> None:
+    """It is not in the text, and yet it is found. Before the minimum it is forbidden."""
+    special = tokenizer.decode([tokenizer.eod_id])
+    options = {"logit_bias": {tokenizer.eod_id: 1000.0}, "ignore_eos": True, "stop": ("never", special)}
+    [[one]] = generator.generate(PROMPTS[:1], GenerationConfig(**GREEDY, **options))
+    assert (one.text, len(one.ids), one.finish_reason, one.stop_reason) == ("", 1, "stop", special)
+    [[one]] = generator.generate(PROMPTS[:1], GenerationConfig(**GREEDY, **options, min_dec_len=4))
+    assert (len(one.ids), one.stop_reason) == (5, special)
 
 
 def test_bad_words_do_not_occur(generator: Generator, tokenizer) -> None:
@@ -136,6 +200,25 @@ class TestStructuredOutputs:
         for [one] in generator.generate(PROMPTS, cfg):
             assert re.fullmatch(pattern, one.text), one.text
             assert one.finish_reason == "stop"
+
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    @pytest.mark.parametrize("form", [{"choice": ("yes, it is", "no")}, {"json_schema": SCHEMA}], ids=str)
+    def test_every_kind_of_tokenizer(self, name: str, form: dict) -> None:
+        """Also those that write a space before a text."""
+        tokenizer = Tokenizer.load(TOKENIZER_GOLDENS / name)
+        prompt, rng = tokenizer.encode_prompt("Is it?"), np.random.default_rng(0)
+        grammar = Grammar(StructuredOutputs(**form), tokenizer, (tokenizer.eod_id,))
+        for _ in range(5):
+            text, new = RowText(tokenizer, (), prompt), [-1]
+            while new[-1] != tokenizer.eod_id:
+                allowed = np.flatnonzero(grammar.allowed(tuple(new[1:])))
+                new.append(int(rng.choice(allowed)))
+                text.feed(new[-1])
+            written = text.finish()
+            if "choice" in form:
+                assert written in form["choice"]
+            else:
+                assert json.loads(written).keys() == {"sort", "old"}
 
     @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
     @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
     python tests/goldens/make_hf_chats.py
 
 writes ``hf_chats.json`` beside this file: for each style of ``chat_styles.py`` the rendered texts, token
-ids, which tokens are the assistant's, and which conversations are refused. Made with transformers 5.23.0.
+ids, which tokens are the assistant's, and which conversations are refused. ``continued`` is the text with
+``continue_final_message``; null where it is refused. Made with transformers 5.24.0.
 """
 
 from __future__ import annotations
@@ -88,7 +89,17 @@ def _row(tokenizer: AutoTokenizer, case: dict) -> dict | None:
         case["messages"], return_dict=True, return_assistant_tokens_mask=True, **options
     )
     masks = [index for index, one in enumerate(marked["assistant_masks"]) if one]
-    return case | {"variables": variables, "text": text, "ids": marked["input_ids"], "assistant": masks}
+    found = {"variables": variables, "text": text, "ids": marked["input_ids"], "assistant": masks}
+    if isinstance(case["messages"][-1]["content"], str) and "add_generation_prompt" not in case:
+        found["continued"] = _continued(tokenizer, case["messages"], options)
+    return case | found
+
+
+def _continued(tokenizer: AutoTokenizer, messages: list[dict], options: dict) -> str | None:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True, **options)
+    except ValueError:
+        return None
 
 
 if __name__ == "__main__":

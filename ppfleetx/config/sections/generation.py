@@ -119,9 +119,12 @@ class TokenOptions(Section):
     logit_bias: dict[TokenId, Float] = Field(default_factory=dict)
     """For each token id, a number to add to its logit."""
     stop_token_ids: tuple[CountInt, ...] = ()
-    """Further tokens that end a continuation. What ends it is not in its text."""
+    """Further tokens that end a continuation."""
     ignore_eos: Bool = False
     """The model's end tokens do not end a continuation; tokens of `stop_token_ids` still do."""
+    include_stop_str_in_output: Bool = False
+    """The text of a continuation includes the stop string or the end token that ended it, unless this is a
+    special token; false: it does not."""
     structured_outputs: StructuredOutputs | None = None
     """The format that a continuation must have; null: any."""
 
@@ -136,7 +139,7 @@ class GenerationConfig(TokenOptions):
     decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
     """Take the most likely token, sample a token, or run beam search."""
     min_dec_len: CountInt = 0
-    """The smallest number of new tokens before an end token."""
+    """The smallest number of new tokens before an end token or the end of a stop string."""
     max_dec_len: PositiveInt = 20
     """The largest number of new tokens."""
     num_return_sequences: PositiveInt = 1
@@ -182,7 +185,8 @@ class GenerationConfig(TokenOptions):
     prompt_file: PathText | None = None
     """A file with one prompt per line."""
     stop: Text | tuple[Text, ...] | None = None
-    """A string or a list of strings. The continuation ends before the first of these strings that occurs."""
+    """A string or a list of strings. The continuation ends before the first of these strings that occurs. A
+    string that is a special token stands for this token."""
     logprobs: CountInt | None = None
     """Return log-probabilities: of each new token, and of this many of the most likely tokens at its
     position; null: none. They come from the model alone, before any option such as a penalty is applied."""
@@ -192,6 +196,11 @@ class GenerationConfig(TokenOptions):
         """The ids in ``eos_token_id`` as a tuple without duplicates; None if it is null."""
         given = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
         return None if given is None else tuple(dict.fromkeys(given))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings in ``stop`` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
     def reads_temperature(self) -> bool:

@@ -27,6 +27,7 @@ _SAME = {
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
     "forced_eos_token_id": "forced_eos_token_id",
+    "stop_strings": "stop",
 }
 # Ignored keys: do_sample, which is read separately; special tokens, which the tokenizer provides; caches,
 # compilation and speculative decoding, which only affect speed; and the form of transformers' return value.
@@ -48,7 +49,6 @@ _WITHOUT_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "max_length": (20,),  # includes the prompt, unlike max_dec_len
     "min_length": (0,),
     "max_time": (),
-    "stop_strings": ([], ""),
     "top_h": (),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),

@@ -282,16 +282,36 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Render a conversation as text. With ``add_generation_prompt``, the text ends with the beginning of
-        an assistant's turn. ``variables`` are passed to the template and override the special tokens. Raises
-        ChatError if the template refuses the conversation or fails, and DataError if it is not valid
-        Jinja."""
+        an assistant's turn; with ``continue_final_message``, it ends with the content of the last message.
+        ``variables`` are passed to the template and override the special tokens. Raises ChatError if the
+        template refuses the conversation or fails, and DataError if it is not valid Jinja."""
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        if continue_final_message and add_generation_prompt:
+            raise ChatError("continue_final_message needs add_generation_prompt=False")
+        if continue_final_message and messages:
+            return self._render_open(messages, **given, **variables)
         return self.render_spans(messages, **given, **variables)[0]
+
+    def _render_open(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Render a conversation up to the end of the last message's content. Raises ChatError if the template
+        does not write this content."""
+        *earlier, last = messages
+        last = _message(last)
+        content = last.get("content", "")
+        if not isinstance(content, str):
+            raise ChatError("the last message has no text to continue")
+        # A template that trims contents removes the space after the placeholder.
+        marked = {**last, "content": f"{content}{_HERE} "}
+        text, found, behind = self.render_spans([*earlier, marked], **variables)[0].rpartition(_HERE)
+        if not found or content.strip() not in text:
+            raise ChatError(f"{self.place} does not write the text of the last message")
+        return text if behind.startswith(" ") else text.rstrip()
 
     def render_spans(self, messages: Sequence[Message], /, **variables: Any) -> tuple[str, list[Span]]:
         """Render a conversation as text, with the arguments of :meth:`render`. Returns the text, and the

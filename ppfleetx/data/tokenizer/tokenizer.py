@@ -56,6 +56,10 @@ class ByteStreamDecoder:
         U+FFFD."""
         return self._bytes.decode(b"", final=True)
 
+    def pending(self) -> str:
+        """Return the text that `feed` holds back because later ids could change it."""
+        return ""
+
 
 class TextStreamDecoder:
     """Decodes ids one by one for tokenizers such as SentencePiece, in which the text of a token depends on
@@ -89,6 +93,10 @@ class TextStreamDecoder:
         text = self._decode(self._ids)
         piece, self._sent = text[self._sent :], len(text)
         return piece
+
+    def pending(self) -> str:
+        is_run = bool(self._ids) and self._is_byte(self._ids[-1])
+        return self._decode(self._ids)[self._sent :] if is_run else ""
 
     def _is_byte(self, token_id: int) -> bool:
         return _BYTE_TOKEN.fullmatch(self._tokens.get(token_id, "")) is not None
@@ -248,6 +256,10 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._special.values())
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token with this text; None if there is none."""
+        return self._special.get(text)
+
     @cached_property
     def _tokens(self) -> dict[int, str]:
         return {token_id: token for token, token_id in self._ids.items()}
@@ -287,10 +299,10 @@ class Tokenizer:
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
-    def encode_continuation(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
         """Encode ``text`` as the continuation of earlier text, such as the response to a prompt. No token and
         no space is added before it."""
-        return self._encode(text, special=True, continues=True).tolist()
+        return self._encode(text, special=parse_special_tokens, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode ``text``, and mark the tokens in ``spans``, such as the assistant's turns of a chat. A span

@@ -29,7 +29,7 @@ from ppfleetx.deploy.server.scheduler_messages import (
 )
 from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.text_io import text_bytes
+from ppfleetx.generation.text_io import StopReason, text_bytes
 from ppfleetx.utils.log import get_logger
 
 _LOWEST = -9999.0
@@ -172,10 +172,11 @@ class RowAnswer:
     texts: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     reason: FinishReason | None = None
+    stop_reason: StopReason = None
 
     def add(self, event: NewText) -> None:
         self.texts.append(event.text)
-        self.reason = event.finish_reason
+        self.reason, self.stop_reason = event.finish_reason, event.stop_reason
         if event.score is not None:
             self.scores.append(event.score)
 
@@ -186,8 +187,8 @@ class RowAnswer:
 
 
 class Answer(ABC):
-    """Base class that builds the response to a request, as a whole or in chunks. The tokens that end a
-    continuation are left out of the lists of log-probabilities, as they are left out of the text."""
+    """Base class that builds the response to a request, as a whole or in chunks. Tokens that end a
+    continuation are left out of the lists of log-probabilities if they are left out of the text."""
 
     object_name: str
     piece_name: str
@@ -203,7 +204,9 @@ class Answer(ABC):
     ) -> None:
         self.request, self.prompts, self.model_name = request, prompts, model_name
         self.answer_id, self.created = answer_id, int(time.time())
-        self.tokenizer, self._end_ids = tokenizer, prompts[0].end_ids  # all prompts have the same
+        self.tokenizer = tokenizer
+        ends = prompts[0].end_ids.keys()  # all prompts have the same
+        self._hidden = ends & tokenizer.special_ids if request.include_stop_str_in_output else ends
 
     @abstractmethod
     def whole_choice(
@@ -249,7 +252,7 @@ class Answer(ABC):
         }
 
     def without_end(self, scores: Sequence[TokenScore]) -> list[TokenScore]:
-        return [one for one in scores if one.token not in self._end_ids]
+        return [one for one in scores if one.token not in self._hidden]
 
     async def whole(self, answering: RequestEvents) -> JsonResponse:
         """Wait until all continuations are finished, and build the response. With ``best_of``, more

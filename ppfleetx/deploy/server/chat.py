@@ -21,8 +21,10 @@ from ppfleetx.deploy.server.tool_calls import (
 )
 from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
+from ppfleetx.generation.text_io import StopReason
 
 _MAX_MESSAGES = 4096
+_RESERVED = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -66,11 +68,14 @@ class ChatPrompt(BaseModel):
     tool_choice: Annotated[Any, BeforeValidator(choice_of)] = "auto"
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    continue_final_message: NotSupported = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _check_variables(self) -> ChatPrompt:
-        reserved = {"messages", "add_generation_prompt", "tools", "documents"} & {*self.chat_template_kwargs}
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: needs add_generation_prompt: false")
+        reserved = _RESERVED & {*self.chat_template_kwargs}
         if reserved:
             raise ValueError(f"chat_template_kwargs: {min(reserved)} cannot be set by a request")
         return self
@@ -81,9 +86,15 @@ class ChatPrompt(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template other than the messages."""
+        """The arguments of `ChatTemplate.render` other than the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
+        return {
+            "tools": self.offered_tools or None,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            **effort,
+            **self.chat_template_kwargs,
+        }
 
 
 class ChatRequest(GenerationRequest, ChatPrompt):
@@ -95,7 +106,6 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     parallel_tool_calls: bool = True
-    add_generation_prompt: Literal[True] = True
     echo: NotSupported = None
     store: NotSupported = None
     modalities: tuple[Literal["text"], ...] | None = None  # some clients send the default
@@ -159,10 +169,11 @@ class ChatAnswer(Answer):
             "message": message,
             "logprobs": self._scores(row.scores),
             "finish_reason": "tool_calls" if calls else row.reason,
+            "stop_reason": row.stop_reason,
         }
 
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        return _chunk(index, {"role": "assistant", "content": ""}, None, None)
+        return _chunk(index, {"role": "assistant", "content": ""})
 
     def piece(self, event: NewText) -> Any | None:
         logprobs = self._scores([] if event.score is None else [event.score])
@@ -178,7 +189,8 @@ class ChatAnswer(Answer):
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
-        return _chunk(event.index, delta, "tool_calls" if calls else event.finish_reason, logprobs)
+        reason = "tool_calls" if calls else event.finish_reason
+        return _chunk(event.index, delta, reason, event.stop_reason, logprobs)
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.num_top is None:
@@ -187,6 +199,16 @@ class ChatAnswer(Answer):
 
 
 def _chunk(
-    index: int, delta: dict[str, Any], reason: FinishReason | str | None, logprobs: Any
+    index: int,
+    delta: dict[str, Any],
+    reason: FinishReason | str | None = None,
+    stop_reason: StopReason = None,
+    logprobs: Any = None,
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": stop_reason,
+    }

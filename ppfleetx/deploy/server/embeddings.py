@@ -31,7 +31,6 @@ class TokenizeRequest(Request, ChatPrompt):
 
     prompt: str | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")

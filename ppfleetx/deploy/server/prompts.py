@@ -19,6 +19,7 @@ from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.deploy.server.scheduler_messages import PromptRequest
 from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.sampling_params import PLAIN, SamplingParams, ended_by
+from ppfleetx.generation.text_io import StopReason
 
 
 class PromptReader:
@@ -47,7 +48,7 @@ class PromptReader:
 
     def of_chat(self, request: ChatRequest) -> list[PromptRequest]:
         self._check_number(request, 1)
-        ids = self._encode_chat(request, add_generation_prompt=True)
+        ids = self._encode_chat(request)
         return self._prompt_requests(request, "messages", [ids], (*request.stop, *self._template.stops))
 
     def of_embedding(self, request: EmbeddingRequest) -> list[PromptRequest]:
@@ -58,24 +59,23 @@ class PromptReader:
                 raise self._too_long(str(len(ids)), "input")
         adapter = self._adapter(request)
         return [
-            PromptRequest(index, index, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True, adapter=adapter)
+            PromptRequest(index, index, ids, 1, 0, 0, {}, PLAIN, 0, (), is_embedded=True, adapter=adapter)
             for index, ids in enumerate(encoded)
         ]
 
     def token_ids(self, request: TokenizeRequest) -> list[int]:
         if request.prompt is None:
-            return list(self._encode_chat(request, add_generation_prompt=request.add_generation_prompt))
+            return list(self._encode_chat(request))
         return list(self._encode(request.prompt, add=request.add_special_tokens))
 
-    def _encode_chat(self, request: ChatPrompt, *, add_generation_prompt: bool) -> Sequence[int]:
+    def _encode_chat(self, request: ChatPrompt) -> Sequence[int]:
         if not self._cfg.parse_special_tokens:
             self._refuse_special(request)
         template = self._template.for_tools(request.offered_tools or None)
         if request.offered_tools and "tools" not in template.source:
             raise bad_request(f"tools: {template.place} does not support them", "tools")
-        options = {"add_generation_prompt": add_generation_prompt, **request.template_variables}
         try:
-            text = self._template.render(request.messages, **options)
+            text = self._template.render(request.messages, **request.template_variables)
         except (ChatError, DataError) as error:
             raise bad_request(f"messages: {error}", "messages") from error
         # Parse the template's special tokens; special tokens in messages have been refused above.
@@ -120,7 +120,7 @@ class PromptReader:
     ) -> list[PromptRequest]:
         for ids in prompts:
             self._check_not_empty(ids, param)
-        end_ids, options = self._options(request)
+        end_ids, options = self._options(request, stops)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         return [
             PromptRequest(
@@ -134,6 +134,7 @@ class PromptReader:
                 options=options,
                 seed=seed,
                 stops=stops,
+                include_stop=request.include_stop_str_in_output,
                 num_top=(request.num_top or 0) if request.needs_scores else None,
                 scores_prompt=request.scores_prompt,
                 adapter=self._adapter(request),
@@ -141,12 +142,14 @@ class PromptReader:
             for index, ids in enumerate(prompts)
         ]
 
-    def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], SamplingParams]:
+    def _options(
+        self, request: GenerationRequest, stops: tuple[str, ...]
+    ) -> tuple[dict[int, StopReason], SamplingParams]:
         param, form = request.form
         asked = request.model_copy(update={"structured_outputs": form})
         try:
-            end_ids = ended_by(asked, self._end_ids, self._tokenizer)
-            return end_ids, SamplingParams.of(asked, self._tokenizer, end_ids)
+            end_ids = ended_by(asked, stops, self._end_ids, self._tokenizer)
+            return end_ids, SamplingParams.of(asked, self._tokenizer, tuple(end_ids))
         except (ConfigError, DataError) as error:
             message = str(error).removeprefix("Generation.")
             if message.startswith("structured_outputs"):

@@ -143,7 +143,6 @@ class GenerationRequest(Request, TokenOptions):
     # Clients of vLLM send these. Values that ask for unsupported behavior are refused.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: NotSupported = None
     use_beam_search: NotSupported = None
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError, naming
 from ppfleetx.config.message_text import counted
+from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED
@@ -42,7 +43,8 @@ def check_libraries() -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Raise ConfigError for options that the server does not support, such as an assistant model."""
+    """Raise ConfigError for options that the server does not support, such as an assistant model. Warns of
+    options of the command line that it does not read."""
     if cfg.Serve.adapters and cfg.Model.lora is not None:
         raise cfg.error(
             "Serve.adapters",
@@ -55,6 +57,15 @@ def check_generation(cfg: RunConfig) -> None:
         raise cfg.error(
             "Generation.assistant_model",
             "the server drafts tokens only from earlier text (Serve.prompt_lookup_num_tokens)",
+        )
+    unread = [
+        key
+        for key, place in cfg.origins.items()
+        if key.startswith("Generation.") and is_argument(place) and "eos_token_id" not in key.split(".")
+    ]
+    if unread:
+        get_logger().warning(
+            "%s: the server does not read this; each request brings its own options", ", ".join(unread)
         )
 
 

@@ -3,7 +3,7 @@ state of running sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.sampling import RowChoice, TokenScore
 from ppfleetx.generation.sampling_params import RowTokens, SamplingParams
 from ppfleetx.generation.speculative_decoding import look_up, next_width
-from ppfleetx.generation.text_io import RowText
+from ppfleetx.generation.text_io import RowText, StopReason
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class NewText:
     finish_reason: FinishReason | None
     score: TokenScore | None = None
     num_tokens: int = 1
+    stop_reason: StopReason = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class PromptRequest:
         prompt_index: index of the prompt in its request.
         first_index: index of the prompt's first continuation among all continuations of the request.
         copies: number of continuations to generate.
+        end_ids: the tokens that end a continuation, and the stop reason of each.
+        include_stop: whether the text includes the stop string or the end token.
         num_top: number of alternatives to list with each token's log-probability; None: no log-probabilities.
         scores_prompt: whether to compute log-probabilities of the prompt's tokens.
         is_embedded: whether to compute the prompt's embedding.
@@ -79,10 +82,11 @@ class PromptRequest:
     copies: int
     max_new_tokens: int
     min_new_tokens: int
-    end_ids: tuple[int, ...]
+    end_ids: Mapping[int, StopReason]
     options: SamplingParams
     seed: int
     stops: tuple[str, ...]
+    include_stop: bool = False
     num_top: int | None = None
     scores_prompt: bool = False
     is_embedded: bool = False
@@ -127,7 +131,15 @@ class RunningSequence:
         self._index = prompt.first_index + copy
         self._row = Row(prompt.max_new_tokens)
         self._pieces: list[str] = []
-        self._text = RowText(tokenizer, prompt.stops, prompt.ids, self._pieces.append, end_ids=prompt.end_ids)
+        self._text = RowText(
+            tokenizer,
+            prompt.stops,
+            prompt.ids,
+            self._pieces.append,
+            end_ids=prompt.end_ids,
+            min_tokens=prompt.min_new_tokens,
+            include_stop=prompt.include_stop,
+        )
         self._stream = (
             RandomStream(prompt.seed, prompt.prompt_index, copy, tokenizer.vocab_size)
             if prompt.options.temperature > 0
@@ -144,7 +156,7 @@ class RunningSequence:
 
     def choice(self) -> RowChoice:
         numbers: np.ndarray | None = None if self._stream is None else self._stream.numbers(self.num_new)[0]
-        forbidden = self.prompt.end_ids if self.num_new < self.prompt.min_new_tokens else ()
+        forbidden = tuple(self.prompt.end_ids) if self.num_new < self.prompt.min_new_tokens else ()
         return RowChoice(self.prompt.options, RowTokens(self._history, self.num_new), numbers, forbidden)
 
     def take(self, token: int, score: TokenScore | None) -> NewText:
@@ -156,7 +168,9 @@ class RunningSequence:
             self._text.finish()
         text = "".join(self._pieces)
         self._pieces.clear()
-        return NewText(self._index, text, self._row.finish_reason, score)
+        reason = self._row.finish_reason
+        stop_reason = self._text.stop_reason if reason == "stop" else None
+        return NewText(self._index, text, reason, score, stop_reason=stop_reason)
 
     def draft(self, most: int) -> int:
         """Find up to ``most`` draft tokens by prompt lookup in the sequence's earlier tokens, and store them

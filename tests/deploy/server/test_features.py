@@ -67,6 +67,62 @@ def test_what_ends_an_answer_is_not_in_it(server: Server, offline: Generator) ->
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == 3 * ignored
 
 
+def test_stop_reasons_and_stops_in_the_text(server: Server, offline: Generator) -> None:
+    """Whole and streamed, as vLLM answers them."""
+    section = GenerationConfig(decode_strategy="greedy_search", max_dec_len=12, ignore_eos=True)
+    [[free]] = offline.generate(["the cat"], section)
+    stop = free.text[4:6]
+    eos = {"logit_bias": {str(offline.tokenizer.eod_id): 100}}
+    for body, reason in (
+        ({"ignore_eos": True, "stop": [stop, "never"]}, stop),
+        ({"ignore_eos": True, "stop_token_ids": [free.ids[5]]}, free.ids[5]),
+        ({"ignore_eos": True}, None),
+        (eos, None),
+        ({**eos, "ignore_eos": True, "stop_token_ids": [offline.tokenizer.eod_id]}, offline.tokenizer.eod_id),
+        ({**eos, "ignore_eos": True, "stop": "<|endoftext|>"}, "<|endoftext|>"),
+    ):
+        for included in (False, True):
+            asked = {
+                "max_tokens": 12,
+                "temperature": 0,
+                "logprobs": 0,
+                "include_stop_str_in_output": included,
+                **body,
+            }
+            [choice] = server.complete(**asked).json()["choices"]
+            assert choice["stop_reason"] == reason
+            options = {key: value for key, value in body.items() if key != "logit_bias"}
+            options["logit_bias"] = {int(one): value for one, value in body.get("logit_bias", {}).items()}
+            options["include_stop_str_in_output"] = included
+            cfg = GenerationConfig(decode_strategy="greedy_search", max_dec_len=12, **options)
+            [[same]] = offline.generate(["the cat"], cfg)
+            assert (choice["text"], choice["finish_reason"]) == (same.text, same.finish_reason)
+            hides_last = "logit_bias" in body or (reason == free.ids[5] and not included)
+            assert len(choice["logprobs"]["tokens"]) == len(same.ids) - hides_last
+            events = server.complete(**asked, stream=True).text.removesuffix("\n\n").split("\n\n")
+            pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-1]]
+            assert "".join(piece["text"] for piece in pieces) == choice["text"]
+            reasons = [(piece["finish_reason"], piece["stop_reason"]) for piece in pieces]
+            assert reasons[-1] == (choice["finish_reason"], reason)
+            assert set(reasons[:-1]) <= {(None, None)}
+
+
+def test_the_last_message_is_continued(server: Server, offline: Generator) -> None:
+    asked = {"add_generation_prompt": False, "continue_final_message": True}
+    messages = [*CHAT, {"role": "assistant", "content": "It is"}]
+    ids = server.http.post("/tokenize", json={"messages": messages, **asked}).json()["tokens"]
+    assert offline.tokenizer.decode(ids).endswith("It is")
+    [[expected]] = offline.generate([ids], GenerationConfig(decode_strategy="greedy_search", max_dec_len=9))
+    body = {"messages": messages, "max_tokens": 9, "temperature": 0}
+    [choice] = server.http.post("/v1/chat/completions", json={**body, **asked}).json()["choices"]
+    assert choice["message"]["content"] == expected.text
+    error = error_of(
+        server.http.post("/v1/chat/completions", json={**body, "continue_final_message": True}), 400
+    )
+    assert error["message"] == "continue_final_message: needs add_generation_prompt: false"
+    assert error["param"] == "continue_final_message"
+
+
 @needs_llguidance
 def test_forms_of_an_answer(client: openai.OpenAI) -> None:
     body = {"model": "gpt", "messages": CHAT, "max_tokens": 400, "seed": 1}

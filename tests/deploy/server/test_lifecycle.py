@@ -41,6 +41,17 @@ def test_ctrl_c_ends_it_in_a_bounded_time(served_checkpoint: Path, tmp_path: Pat
     assert "Traceback" not in server.log
 
 
+def test_options_of_requests_on_the_command_line_are_named(
+    served_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["Generation.min_p=0.1", "Generation.eos_token_id=[5, 6]", "Generation.ignore_eos=True"]
+    run.check_generation(load_config(served_checkpoint / "config.yaml", options))
+    assert "Generation.min_p, Generation.ignore_eos: the server does not read this" in caplog.text
+    caplog.clear()
+    run.check_generation(load_config(served_checkpoint / "config.yaml", options[1:2]))
+    assert "does not read" not in caplog.text
+
+
 def test_a_port_in_use_is_one_quick_message(served_checkpoint: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
