@@ -91,8 +91,8 @@ def refuse_quantized_or_adapted(cfg: RunConfig, place: str) -> None:
     model in the error message."""
     if cfg.Compress.Weights is not None:
         raise CheckpointError(
-            f"{place} is quantized (Compress.Weights in its configuration), and rounding twice loses more "
-            "than once: take the checkpoint it was made from, and quantize the result"
+            f"{place} is quantized (Compress.Weights in its configuration): take the checkpoint it was made "
+            "from, and quantize the result. Rounding twice loses more than once"
         )
     if cfg.Model.lora is not None:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.parse import Sections, model_in
+from ppfleetx.config.registries import ACTIVATIONS, ARCHITECTURES, MODULES, NORMS, POSITIONS
 from ppfleetx.config.sections.root import GenerationConfig, RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.deploy.export_dir import (
@@ -70,7 +71,14 @@ def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
 
 def _config_of(export: str) -> Sections:
     _, manifest = _open(export, "EXPORT")
-    return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
+    # Parts of a plugin are in the exported program; running it does not need the plugin.
+    parts = {registry.key: registry for registry in (ARCHITECTURES, NORMS, ACTIVATIONS, POSITIONS, MODULES)}
+    model = {
+        key: value
+        for key, value in portable_model(manifest.model).items()
+        if f"Model.{key}" not in parts or value in parts[f"Model.{key}"].names()
+    }
+    return Sections({**ONE_SEQUENCE, "Model": model}, model_in(export))
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:

@@ -213,7 +213,7 @@ SWITCHED_OFF = (
     ),
     _off(
         "Engine.eval_iters",
-        "Data.Eval.dataset.name is read to its end in each evaluation",
+        "the data set of Data.Eval is read to its end in each evaluation",
         lambda cfg: cfg.Data.Eval is not None and not cfg.Data.Eval.dataset.is_corpus,
     ),
     _off(

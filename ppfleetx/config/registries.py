@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ppfleetx.config.errors import RuleError
+from ppfleetx.config.errors import ConfigError, RuleError
 from ppfleetx.config.registry import Registry
 
 
@@ -99,6 +99,13 @@ class NormTraits:
 
     parameters: tuple[str, ...] = ("weight",)
     zero_centered: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parameters, str) or not {*self.parameters} <= {"weight", "bias"}:
+            raise ConfigError(
+                f"NormTraits(parameters={self.parameters!r}): a norm has ('weight',), ('bias',), both or (); "
+                "name its parameters so"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -117,10 +117,12 @@ class Registry(Generic[TargetT, TraitsT]):
             raise self._unfit(name, f"lacks {lacks}")
         result = part(*arguments)
         if gives is not None and not isinstance(result, gives):
+            members = (*inspect.get_annotations(gives), *vars(gives)) if Protocol in gives.__bases__ else ()
+            absent = ", ".join(m for m in members if not m.startswith("_") and not hasattr(result, m))
             raise self._unfit(
                 name,
                 f"must return an object of the type {gives.__name__}. It returned {shown(result)}, of type "
-                f"{type(result).__name__}",
+                f"{type(result).__name__}" + (f", which lacks {absent}" if absent else ""),
             )
         return result
 

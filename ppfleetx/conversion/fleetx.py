@@ -12,16 +12,22 @@ from ppfleetx.checkpoint.lazy_tensors import LazyTensor, derive
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.message_text import counted
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.join_parameters import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.paddle_file import read_paddle_file
 from ppfleetx.nn.attention_spec import qkv_parts
+from ppfleetx.utils.log import get_logger
 
 MODEL_FILE = "model.pdparams"
 _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
 _WRAPPERS = ("_layers.", "_layer.", "module.", "model.", "gpt.")
 
 
+# What paddle.nn.quant.quant_layers adds to a quantized layer: scales, and learned limits.
+_OF_PADDLESLIM = re.compile(
+    r"\._(fake_quant_(weight|input|output)|ma_output_scale|(act|weight)_preprocess)\."
+)
 # Parameters of a layer: FleetX's name -> our name.
 _IN_LAYER = {
     "norm1": "input_norm",
@@ -119,8 +125,16 @@ def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
     named = {}
+    left_out = [name for name in tensors if _OF_PADDLESLIM.search(name)]
+    if left_out:
+        get_logger().info(
+            f"{path} was trained with PaddleSlim's quantization: its weights are taken, and "
+            f"{counted(len(left_out), 'number')} of its quantizers, such as {left_out[0]}, are not"
+        )
     for name, tensor in tensors.items():
-        ours = canonical_name(name)
+        if _OF_PADDLESLIM.search(name):
+            continue
+        ours = canonical_name(name.replace("._layer.", "."))  # around layers whose output has a scale
         if ours is None:
             raise CheckpointError(f"{path}: {shown(name)} is not a parameter of FleetX's GPT")
         named[ours] = tensor

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.config.message_text import counted
-from ppfleetx.config.registries import DATASETS, TOKENIZERS
+from ppfleetx.config.registries import DATASETS, MODULES, TOKENIZERS
 from ppfleetx.config.sections.data import MODES, Mode
 from ppfleetx.data.blended import (
     BlendedDataset,
@@ -19,7 +20,7 @@ from ppfleetx.data.blended import (
     weighted_order,
 )
 from ppfleetx.data.dataloader import DataLoader, Dataset, GlobalBatchSampler, Tail
-from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions, index_directory, split_ranges
+from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, SampleOptions, index_directory, split_ranges
 from ppfleetx.data.indexed_dataset import TokenStore
 from ppfleetx.data.tokenized_corpus import find_prefixes, open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -28,6 +29,9 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
+
+
+_SAMPLE = ("tokens", "labels", "position_ids", "loss_mask")
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,43 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
-    return DATASETS.make(section.dataset.name, cfg, mode, gives=Dataset)
+    dataset = DATASETS.make(section.dataset.name, cfg, mode, gives=Dataset)
+    if type(dataset).__module__.partition(".")[0] != "ppfleetx":
+        _check_own_dataset(dataset, cfg, mode)
+    return dataset
+
+
+def _check_own_dataset(dataset: Dataset, cfg: RunConfig, mode: Mode) -> None:
+    """Raise ConfigError if a plugin's dataset is empty, or if its first sample or its padding sample cannot
+    be used. Without this check, the network or the loss would fail later."""
+    section = getattr(cfg.Data, mode).dataset
+    key = f"Data.{mode}.dataset.name"
+
+    def refuse(rule: str) -> NoReturn:
+        raise ConfigError(rule, key=key, value=section.name)
+
+    if len(dataset) < 1:
+        refuse("the data set has no samples")
+    for index in (0, PADDING):
+        sample, which = dataset[index], f"sample {index} of the data set"
+        if not isinstance(sample, Mapping):
+            refuse(f"{which} must be a mapping of names to arrays, not {type(sample).__name__}")
+        own_task = not str(MODULES.target(cfg.Model.module)).startswith("ppfleetx.")
+        lacks = [name for name in _SAMPLE if name not in sample]
+        if lacks and not own_task:
+            refuse(f"{which} must have {', '.join(_SAMPLE)}; it lacks {', '.join(lacks)}")
+        for name in sorted({*_SAMPLE} & {*sample}):
+            shape = np.shape(sample[name])
+            if shape != (section.max_seq_len,) and not own_task:
+                wanted = f"the shape [{section.max_seq_len}] (max_seq_len)"
+                refuse(f"{name} of {which} must have {wanted}, not {[*shape]}")
+        ids, last = np.asarray(sample.get("tokens", ())), cfg.Model.vocab_size - 1
+        if ids.size and not 0 <= ids.min() <= ids.max() <= last:
+            refuse(
+                f"{which} has token ids from {ids.min()} to {ids.max()}; Model.vocab_size allows 0 to {last}"
+            )
+    if mode != "Train" and np.any(sample.get("loss_mask", 0.0)):
+        refuse(f"{which} fills the last batch of an evaluation: its loss_mask must be zeros")
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:

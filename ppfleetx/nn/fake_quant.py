@@ -210,8 +210,8 @@ class FakeQuantizer(nn.Layer):
             # Recomputation takes the maximum of the same values again, which does not change the result.
             largest = x.abs().max().astype("float32")
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)
-        if not self._has_scale and paddle.in_dynamic_mode():
-            self._has_scale = self.input_scale.item() > 0
+        if not self._has_scale:
+            self._has_scale = self._parameters["input_scale"].item() > 0  # the value, also in a program
             if not self._has_scale:  # no input has been seen, so inputs are not rounded yet
                 return None
             if self.input_clip is not None:
@@ -250,7 +250,9 @@ def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
 
 def _round(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
     quantizer: FakeQuantizer = linear.quant
-    weight = quantizer.weight(linear._parameters["weight"])
+    # In an exported program, only the attribute gives a variable of the program.
+    own = linear._parameters["weight"] if paddle.in_dynamic_mode() else linear.weight
+    weight = quantizer.weight(own)
     linear.__dict__["weight"] = weight  # attribute lookup finds this before the parameter
     if isinstance(linear, InferenceLinear):
         linear.use(weight)

@@ -10,6 +10,7 @@ from typing import Any
 
 import paddle
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.log import get_logger
 
 SAME_ON_MP = ("mp",)
@@ -60,9 +61,15 @@ class LossOutput:
 
 def as_loss_output(found: Any, task: object) -> LossOutput:
     """Return ``found``, the result of ``task.loss``, as a :class:`LossOutput`. A pair (loss sum, count) is
-    converted with a warning."""
+    converted with a warning. Raises ConfigError for anything else."""
     if isinstance(found, LossOutput):
         return found
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise ConfigError(
+            f"{type(task).__name__}.loss must return a LossOutput (docs/extending.md), not an object of the "
+            f"type {type(found).__name__}",
+            key="Model.module",
+        )
     _warn(
         f"{type(task).__name__}.loss returns a pair (loss sum, count); return LossOutput(loss sum) "
         "(docs/extending.md), and let `count` say what counts if it is not the sum of `loss_mask`"

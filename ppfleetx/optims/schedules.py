@@ -78,7 +78,7 @@ class Schedule:
     def _own_rate(self, position: int) -> float:
         rate = SCHEDULES.make(self.decay_style, position, self)
         if isinstance(rate, Real) and math.isfinite(rate) and rate >= 0:
-            return rate
+            return float(rate)  # a NumPy number of a plugin, for one, is not JSON
         rule = f"must return a finite number, 0 or more, as the learning rate of {self.unit} {position}"
         raise ConfigError(f"{rule}; it returns {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 

@@ -29,6 +29,14 @@ def import_named_plugins(names: Iterable[str] = ()) -> None:
 
 
 def _import(name: str, named_by: str) -> None:
+    if name.endswith(".py") or name.startswith(".") or os.sep in name:
+        module = Path(name).stem.strip(".") or "my_parts"
+        raise ConfigError(
+            f"must be the name of a module, such as {module}, not a path. Modules are looked for in the "
+            "current directory, in PYTHONPATH and among installed packages",
+            key=named_by,
+            value=name,
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # like `python -m`, but last, so that it hides no other module

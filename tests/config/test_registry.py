@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import sys
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 
@@ -83,6 +84,25 @@ def test_a_part_that_is_not_what_its_place_needs_is_refused(colours: Registry) -
         colours.make("three")
     with pytest.raises(ConfigError, match=where + r"'abstract'.*Abstract, which lacks mix"):
         colours.make("abstract")
+
+
+class Pot(Protocol):
+    """What a colour may have to be."""
+
+    size: int
+
+    def mix(self) -> None: ...
+
+
+def test_what_a_part_lacks_is_named(colours: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"an object of the type Pot\..*which lacks size, mix$"):
+        colours.make("green", gives=runtime_checkable(Pot))
+
+
+@pytest.mark.parametrize("names", ["weight", ("gain",), ("weight", "scale")])
+def test_a_norm_has_weight_and_bias(names: Any) -> None:
+    with pytest.raises(ConfigError, match=r"NormTraits\(parameters=.*both or \(\)"):
+        registries.NormTraits(parameters=names)
 
 
 @pytest.mark.parametrize("registry", ALL, ids=lambda registry: registry.key)

@@ -90,6 +90,17 @@ def test_a_file_written_by_paddle(tmp_path, source, protocol, tensors):
     assert (weights.epoch, weights.step) == (2, 30)
 
 
+def test_weights_of_a_model_trained_with_paddleslims_quantization(tmp_path, source):
+    """Beside them are the scales of quantizers; layers whose output has a scale are wrapped once more."""
+    qkv = "gpt.decoder.layers.0.self_attn.qkv_proj"
+    state = {name.replace(qkv, f"{qkv}._layer"): values for name, values in source[1].items()}
+    one = np.ones(1, np.float32)
+    for number in ("weight._scale", "input._scale", "input._state", "input._accum"):
+        state[f"{qkv}._layer._fake_quant_{number}"] = one
+    state |= {f"{qkv}._ma_output_scale._scale": one, f"{qkv}._layer._act_preprocess.alpha": one}
+    check(read_fleetx(save(tmp_path, state)).tensors, source)
+
+
 def test_a_tensor_saved_in_pieces(tmp_path, source):
     name = "gpt.decoder.layers.0.linear1.weight"
     state = dict(source[1])

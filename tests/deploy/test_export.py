@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ppfleetx.checkpoint.resolve_checkpoint import resolve_checkpoint
+from ppfleetx.commands import infer
 from ppfleetx.commands.deploy_verbs import Export
 from ppfleetx.commands.infer import merge_settings
 from ppfleetx.commands.model_verbs import Infer
@@ -311,3 +313,20 @@ def test_paddles_conversion_is_left_as_it_was() -> None:
         assert convert_call_func.is_unsupported(len)
         assert not convert_call_func.is_unsupported(texts)
     assert (convert_call_func.is_unsupported, cache.convert_with_cache) == before
+
+
+def test_an_export_of_a_plugins_network_needs_no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has the plugin's layers; only the sizes of the model are read again."""
+    model = {
+        "name": "Mine",
+        "normalization": "MyNorm",
+        "hidden_act": "relu",
+        "vocab_size": 512,
+        "hidden_size": 64,
+    }
+    manifest = SimpleNamespace(model=model)
+    monkeypatch.setattr(infer, "_open", lambda export, place: (Path(export), manifest))
+    read = load_config(
+        infer._config_of("exported"), ["Model.num_layers=2", "Model.num_attention_heads=4"]
+    ).Model
+    assert (read.name, read.hidden_act, read.hidden_size) == ("GPT", "relu", 64)

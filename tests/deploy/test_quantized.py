@@ -69,6 +69,23 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
             assert engine.generate(PROMPTS[:1], generation) == alone, name
 
 
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation_quantize_type": "abs_max", "weight_quantize_type": "channel_wise_abs_max"},
+        {},  # the inputs' scales are 0, as of layers that saw no input: inputs are not rounded
+    ],
+)
+def test_an_export_of_a_model_trained_with_quantization_rounds_as_it_does(keys, tmp_path) -> None:
+    compress = {"Quantization": {"enable": True, "weight_bits": 4, **keys}}
+    run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"], compress)
+    cfg, directory = _export(run_dir, tmp_path / "out", "Engine.save_load.allow_missing=True")
+    engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))
+    expected = load_generator(cfg, ParallelContext.single()).generate(PROMPTS, cfg.Generation)
+    assert engine.generate(PROMPTS, cfg.Generation) == expected
+
+
 def test_evaluation_and_server_use_the_small_weights(tmp_path) -> None:
     """Losses of float32 and of 8 bits, and answers of the server and of the generator."""
     run_dir, corpus = write_run(tmp_path / "run", MODELS["gpt2_style"]), write_corpus(tmp_path / "text")
@@ -108,7 +125,7 @@ def _configuration(place: Path, overrides=()):
         return load_config(found.config, found.overrides(["Generation.max_dec_len=12", *overrides]))
 
 
-def _export(place: Path, output: Path):
-    cfg = _configuration(place, [f"Engine.save_load.output_dir={output}"])
+def _export(place: Path, output: Path, *overrides: str):
+    cfg = _configuration(place, [f"Engine.save_load.output_dir={output}", *overrides])
     ctx = ParallelContext.single()
     return cfg, export(cfg, ctx, load_generator(cfg, ctx))

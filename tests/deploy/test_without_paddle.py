@@ -20,6 +20,7 @@ TOOLS = sorted(
 MODULES = ["ppfleetx.nn.cpu_ops"]
 NEEDS_PADDLE = [
     "tasks/gpt/generation.py",
+    "tasks/gpt/inference.py",
     "tools/convert_checkpoint.py",
     "tools/doctor.py",
     "tools/eval.py",
@@ -126,6 +127,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
     record = {"kind": "train", "loss": 1.0, "grad_norm": 1.0, "lr": 0.1}
     metrics.write_text("".join(json.dumps({"step": step, **record}) + "\n" for step in (1, 2)))
     from_run = ["-c", str(config), "-o", f"Engine.save_load.ckpt_dir={run}"]
+    on_export = ["-c", str(config), "-o", f"Inference.model_dir={export}", "-o", "Generation.prompt=the"]
     data = [
         word
         for mode in ("Train", "Eval")
@@ -134,6 +136,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
     ]
     return {
         "tasks/gpt/generation.py": [*from_run, "-o", "Generation.prompt=the"],
+        "tasks/gpt/inference.py": on_export,
         "tasks/gpt/lm_eval_harness.py": [*from_run, "--tasks", "wikitext"],
         "tools/build_index.py": ["-c", str(config), *data, "-o", "Engine.max_steps=2"],
         "tools/convert_checkpoint.py": [
@@ -149,10 +152,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/gen_planner_docs.py": ["--check"],
         "tools/gen_dialect_docs.py": ["--check"],
         "tools/gen_parallelism_docs.py": ["--check"],
-        "tools/inference.py": [
-            *("-c", str(config), "-o", f"Inference.model_dir={export}"),
-            *("-o", "Generation.prompt=the"),
-        ],
+        "tools/inference.py": on_export,
         "tools/inspect_checkpoint.py": ["--verify", str(run)],
         "tools/inspect_corpus.py": ["--verify", str(corpus)],
         "tools/loss_compare.py": ["--metrics-a", str(tmp_path), "--metrics-b", str(tmp_path)],

@@ -120,6 +120,17 @@ def test_layers_that_do_not_divide(layers: int, stages: int, expected: tuple | N
     assert loaded("run_gpt2.yaml", options=options).Distributed.pp_layers == expected
 
 
+def test_flags_of_later_versions() -> None:
+    later = ("--auto_trans_ckpt", "True", "--train_dataset_dir", "D", "--output_dir", "O")
+    cfg = loaded("run_gpt2.yaml", *later, "--load_checkpoint", "C", "--resume_training", "False")
+    save_load = cfg.Engine.save_load
+    assert (save_load.init_from, save_load.output_dir, cfg.Data.Train.dataset.input_dir) == ("C", "O", "D")
+    cfg = loaded("run_gpt2.yaml", "--run_mode", "eval", "--load_checkpoint", "C", "--eval_dataset_dir", "E")
+    assert cfg.Data.Eval.dataset.input_dir == "E"
+    with pytest.raises(ConfigError, match=r"argument 3, --gradient_accumulation_steps.*can only be 1"):
+        loaded("run_gpt2.yaml", "--gradient_accumulation_steps", "4")
+
+
 def test_run_modes(tmp_path: Path) -> None:
     text = tmp_path / "wiki.valid.tokens"
     text.write_text("a\n")

@@ -91,6 +91,7 @@ MISTAKEN = ("-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]")
     ("words", "said"),
     [
         (["no_such_plugin"], "--plugin = 'no_such_plugin': there is no such module"),
+        (["./mean_loss_plugin.py"], "must be the name of a module, such as mean_loss_plugin, not a path"),
         (["broken_plugin"], "ZeroDivisionError: division by zero ("),
         (["mean_loss_plugin", *MISTAKEN], "it takes file"),
         (["mean_loss_plugin", "--check", *MISTAKEN], "it takes file"),

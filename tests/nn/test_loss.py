@@ -4,6 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn import loss_output
 from ppfleetx.nn.cpu_ops import ops
 from ppfleetx.nn.loss import cross_entropy, token_loss
@@ -111,3 +112,9 @@ def test_a_pair_is_taken_for_one_more_version(monkeypatch):
     assert as_loss_output((loss, count), object()).loss is found.loss
     assert count.item() == mask.sum().item()
     assert "read its `loss`" in warnings[0] and "object.loss returns a pair" in warnings[1]
+
+
+@pytest.mark.parametrize("found", [None, paddle.zeros([]), paddle.zeros([2]), (1, 2, 3)])
+def test_what_is_no_loss_output_is_refused(found):
+    with pytest.raises(ConfigError, match=rf"object\.loss must return a LossOutput.*{type(found).__name__}"):
+        as_loss_output(found, object())

@@ -1,8 +1,10 @@
 """Schedules against the values Megatron's scheduler prints (max 1.5e-4, min 1e-5, W 3200, D 320000)."""
 
+import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
@@ -119,6 +121,13 @@ def test_a_schedule_of_ones_own_that_gives_no_rate_is_refused_with_its_name(monk
     section = OptimizerConfig(lr=LRConfig(decay_style="own", warmup_steps=4, decay_steps=10))
     with pytest.raises(ConfigError, match=r"Optimizer\.lr\.decay_style = 'own': .*" + re.escape(said)):
         build_schedule(section, length=20).lr(7)
+
+
+def test_a_schedule_of_ones_own_may_give_a_number_of_numpy(monkeypatch):
+    monkeypatch.setattr(SCHEDULES, "_entries", {**SCHEDULES._entries})
+    SCHEDULES.register("own", lambda n, schedule: np.float32(0.25))
+    section = OptimizerConfig(lr=LRConfig(decay_style="own", warmup_steps=4, decay_steps=10))
+    assert json.dumps(build_schedule(section, length=20).lr(7)) == "0.25"  # metrics.jsonl has it
 
 
 def test_state_round_trip_and_resume_policies():

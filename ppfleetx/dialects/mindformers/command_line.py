@@ -33,6 +33,17 @@ _LAST = {
     "batch_size": "runner_config.batch_size",
     "sink_mode": "runner_config.sink_mode",
     "predict_data": "input_data",
+    # flags of versions after v0.3
+    "train_dataset_dir": "train_dataset.data_loader.dataset_dir",
+    "eval_dataset_dir": "eval_dataset.data_loader.dataset_dir",
+    "gradient_accumulation_steps": "runner_config.gradient_accumulation_steps",
+    "output_dir": "output_dir",
+    "do_eval": "do_eval",
+    "resume_training": "resume_training",
+    "auto_trans_ckpt": "auto_trans_ckpt",
+    "only_save_strategy": "only_save_strategy",
+    "src_strategy_path_or_dir": "src_strategy_path_or_dir",
+    "remote_save_url": "remote_save_url",
 }
 """Maps each flag that overrides ``--options`` to the key that the flag sets."""
 

@@ -13,6 +13,7 @@ from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.metrics import LogWriters, check_options
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import joint_errors
+from ppfleetx.utils.log import get_logger
 
 _KEY = "Engine.callbacks"
 
@@ -97,6 +98,12 @@ def _loggers(setup: CallbackSetup, there: Set[str]) -> Iterator[tuple[str, Callb
 
 def _checked(callback: Any, name: str) -> Callback:
     if isinstance(callback, Callback):
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        strange = [name for name in dir(type(callback)) if name.startswith("on_") and name not in hooks]
+        if strange:
+            get_logger().warning(
+                f"callback {name}: nothing calls {', '.join(strange)}; the hooks are {', '.join(hooks)}"
+            )
         return callback
     raise ConfigError(
         f"must be a Callback or None; it is {shown(callback)}, of type {type(callback).__name__}",

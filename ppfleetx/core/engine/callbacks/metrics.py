@@ -239,6 +239,16 @@ def check_options(make: Callable[..., Any], item: CallbackConfig | LoggerConfig,
         )
     signature = inspect.signature(make)
     try:
+        signature.bind_partial(None)
+    except TypeError:
+        first = "setup" if key == "Engine.callbacks" else "output_dir"
+        where = f"`__init__(self, {first}, ...)`" if isinstance(make, type) else f"`{first}`"
+        raise ConfigError(
+            f"is called with `{first}` before its options, and takes no such argument: write {where}",
+            key=key,
+            value=item.name,
+        ) from None
+    try:
         signature.bind(None, **item.options)
     except TypeError as error:
         takes = list(signature.parameters)[1:]
