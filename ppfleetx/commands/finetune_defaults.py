@@ -19,7 +19,6 @@ EPOCHS = 3
 BATCH = 8
 """Sequences per step on each data-parallel rank, rounded up to a multiple of the micro batch size."""
 FULL_RATE, ADAPTER_RATE = 5e-5, 5e-4
-_LENGTH_KEYS = ("Engine.max_steps", "Engine.run_mode", "Engine.num_train_epochs")
 _BATCH_KEYS = (
     *(f"Global.{name}_batch_size" for name in ("global", "local", "micro")),
     "Engine.accumulate_steps",
@@ -47,8 +46,10 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
         return any(key == name or key.startswith(f"{name}.") for key in keys for name in named)
 
     values: dict[str, Any] = {}
-    if not is_given(*_LENGTH_KEYS):
-        values |= {"Engine.run_mode": "epoch", "Engine.num_train_epochs": EPOCHS}
+    if not is_given("Engine.max_steps", "Engine.run_mode"):
+        values["Engine.run_mode"] = "epoch"
+        if not is_given("Engine.num_train_epochs"):
+            values["Engine.num_train_epochs"] = EPOCHS
         if cfg.Data.Eval is not None and not is_given("Engine.eval_freq"):
             values["Engine.eval_freq"] = 1
     if not is_given("Engine.logging_freq"):

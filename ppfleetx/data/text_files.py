@@ -24,6 +24,7 @@ _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
 _PACKED_BYTES = 2048  # compressed bytes read at a time, which decompress to at most about 64 MB
 _BLOCK_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"  # Windows programs write it at the start of a file
 _FIELDS_NAMED = 10  # fields listed in an error message
 
 
@@ -134,13 +135,16 @@ class _ZstdFile:
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
-    feed). A carriage return before the line feed is kept. ``see(block)`` is called with each block of bytes
+    feed). A carriage return before the line feed is kept, a byte order mark at the start is not.
+    ``see(block)`` is called with each block of bytes
     that is read, for example to hash the file. Raises DataError if the file cannot be read, is damaged or is
     truncated."""
     number, pending = 0, []
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):
             see(block)
+            if not number and not pending:
+                block = block.removeprefix(_BOM)
             first, *lines = block.split(b"\n")
             pending.append(first)
             if lines:
@@ -208,7 +212,9 @@ def load_object(line: bytes, place: str, wanted: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{place}: this is not a line of JSON: {error}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: must be an object with {wanted}")
+        is_array = isinstance(record, list) and any(isinstance(item, dict) for item in record)
+        advice = "; a file that holds one array of objects must have a name in .json" if is_array else ""
+        raise DataError(f"{place}: must be an object with {wanted}{advice}")
     return record
 
 

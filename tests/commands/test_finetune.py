@@ -53,6 +53,8 @@ def write(directory: Path, **sections: dict) -> Path:
         (["Optimizer.lr={max_lr: 0.1}"], {"Optimizer.lr.max_lr": 0.1}),
         (["Optimizer.lr.warmup_steps=7", "Engine.max_steps=9"], {"Optimizer.lr.warmup_rate": None}),
         (["Optimizer.lr.name=CosineAnnealingWithWarmupDecay"], {"Optimizer.lr.decay_style": "cosine"}),
+        (["Engine.num_train_epochs=5"], {"Engine.run_mode": "epoch", "Engine.num_train_epochs": 5}),
+        (["Engine.run_mode=step"], {"Engine.run_mode": "step"}),
         (["Engine.max_steps=60"], {"Engine.run_mode": "step", "Engine.logging_freq": 5}),
         (["Engine.max_steps=7"], {"Engine.max_steps": 7, "Engine.logging_freq": 1}),
         (["Engine.logging_freq=3"], {"Engine.logging_freq": 3}),

@@ -1,32 +1,39 @@
 """Datasets for finetuning, with one sample per record of a file: GLUE examples, prompts with responses, or
 conversations. Samples are padded on the right to ``max_seq_len`` with the end-of-document token.
-
-A conversation has one of these forms. All can also have ``tools``. The last two can also have ``system``, the
-system message.
-
-- ``{"messages": [{"role": ..., "content": ...}, ...]}``,
-- ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}``,
-- Alpaca's ``{"instruction": ..., "input": ..., "output": ...}``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
+from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.config.message_text import counted
 from ppfleetx.data.build import load_tokenizer
-from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
+from ppfleetx.data.chat.conversations import (
+    MESSAGES,
+    SYSTEM_ROLES,
+    is_conversation,
+    is_learned,
+    read_conversation,
+    with_arguments,
+)
+from ppfleetx.data.chat.templates import (
+    ASSISTANT,
+    TEMPLATE_OPTION,
+    ChatError,
+    render_with_answers,
+    template_of,
+)
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.glue import TASKS, read_glue, require_libraries
-from ppfleetx.data.text_files import load_object, read_records, refuse_surrogates, text_of
+from ppfleetx.data.text_files import load_object, read_records, text_of
 from ppfleetx.data.tokenizer.json_files import GPT2_FILES
 from ppfleetx.data.tokenizer.tokenizer import check_tokenizer
 from ppfleetx.utils.input_files import os_errors
@@ -35,81 +42,8 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig, Mode
     from ppfleetx.config.sections.root import RunConfig
-    from ppfleetx.data.chat.templates import Message
+    from ppfleetx.data.chat.templates import Message, Span
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-
-
-MESSAGES = "messages"
-_SHAREGPT, _ALPACA = "conversations", ("instruction", "output")
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), ASSISTANT),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
-}
-
-
-def is_conversation(record: Mapping[str, Any]) -> bool:
-    return MESSAGES in record or _SHAREGPT in record or all(field in record for field in _ALPACA)
-
-
-def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """Parse one line of a JSON Lines file, which must contain a conversation in any of the supported forms.
-    Returns the conversation in the form with ``messages``. Raises DataError if the line is not a
-    conversation, or if it has no message from the assistant. ``place`` is the file and line, for messages."""
-    wanted = f'"{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with "instruction" and "output" (Alpaca)'
-    record = load_object(line, place, wanted)
-    if not is_conversation(record):
-        raise DataError(f"{place}: must be an object with {wanted}")
-    if MESSAGES not in record:
-        record = _in_messages(record, place)
-    _check(record[MESSAGES], place)
-    return {**record, "tools": record.get("tools") or None}  # published records have an empty list for none
-
-
-def _in_messages(record: dict[str, Any], place: str) -> dict[str, Any]:
-    if _SHAREGPT in record:
-        turns = record[_SHAREGPT] if isinstance(record[_SHAREGPT], list) else []
-        messages = [_turn(one, number, place) for number, one in enumerate(turns)]
-    else:
-        asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
-        if not all(isinstance(text, str) for text in asked):
-            raise DataError(f"{place}: instruction and input must be texts")
-        messages = [
-            {"role": "user", "content": "\n".join(asked)},
-            {"role": ASSISTANT, "content": record["output"]},
-        ]
-    if system := record.get("system"):
-        messages = [{"role": "system", "content": system}, *messages]
-    tools = record.get("tools") or None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: tools are not JSON: {error}") from error
-    return {MESSAGES: messages, "tools": tools}
-
-
-def _turn(turn: Any, number: int, place: str) -> dict[str, Any]:
-    if not isinstance(turn, dict) or not {"from", "role"} & turn.keys():
-        raise DataError(f"{place}: message {number} must have from and value: {shown(turn)}")
-    name = turn.get("from", turn.get("role"))
-    role = _ROLES.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
-        raise DataError(f"{place}: message {number} is from {shown(name)}; known are {', '.join(_ROLES)}")
-    return {**turn, "role": role, "content": turn.get("value", turn.get("content"))}
-
-
-def _check(messages: Any, place: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: has no list of messages")
-    for number, message in enumerate(messages):
-        role, content = map(message.get, ("role", "content")) if isinstance(message, dict) else (None, None)
-        says = isinstance(content, str) or (content is None and "tool_calls" in message)
-        if not isinstance(role, str) or not says:
-            raise DataError(f"{place}: message {number} must have role and content, texts: {shown(message)}")
-        refuse_surrogates(content or "", f"{place}: message {number}")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
 
 
 _LENGTH_MULTIPLE = 8  # gives batches few distinct lengths, but little padding
@@ -311,9 +245,22 @@ def record_file(cfg: DatasetConfig) -> Path:
     if found is None:
         raise DataError(
             f"there is no file {paths[0]}; {cfg.name} reads {{split}}.jsonl (or .jsonl.gz, .jsonl.zst, "
-            ".json) in the directory Data.*.dataset.input_dir"
+            f".json) in the directory Data.*.dataset.input_dir{_meant(cfg, endings)}"
         )
     return found
+
+
+def _meant(cfg: DatasetConfig, endings: Sequence[str]) -> str:
+    """If a user has named the file itself, in either key, return the two values to give, for a message."""
+    directory = Path(str(cfg.input_dir))
+    path = directory if directory.is_file() else directory / str(cfg.split)
+    ending = next((ending for ending in endings if path.name.endswith(ending)), None)
+    if ending is None or not path.is_file():
+        return ""
+    return (
+        f". For {path}: -o Data.*.dataset.input_dir={path.parent} "
+        f"-o Data.*.dataset.split={path.name.removesuffix(ending)}"
+    )
 
 
 def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
@@ -328,7 +275,9 @@ def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
 
 def _pair(line: bytes, place: str, *fields: str) -> tuple[str, ...]:
     record = load_object(line, place, " and ".join(fields))
-    hint = ". ChatDataset reads such conversations" if is_conversation(record) else ""
+    hint = "; prompt_field and response_field of the section name other fields"
+    if is_conversation(record):
+        hint = ". ChatDataset reads such conversations"
     return tuple(text_of(record, field, place, hint) for field in fields)
 
 
@@ -346,7 +295,7 @@ class ChatDataset(RecordDataset):
         self.template = template_of(cfg, tokenizer)
         self._lines, digest = _read(path)
         for number, line in self._lines:
-            read_conversation(line, f"{path}:{number}")
+            self._check_tools(read_conversation(line, f"{path}:{number}"), f"{path}:{number}")
         more = [self.template.source, dict(self.template.special_tokens)]
         if self.template.with_tools is not None:
             more.append(self.template.with_tools.source)
@@ -378,10 +327,40 @@ class ChatDataset(RecordDataset):
             mask[: len(ids) - 1] = learned[1:]
         return self.causal_sample(ids, mask, index)
 
+    def _check_tools(self, record: dict[str, Any], place: str) -> None:
+        """Raise DataError if the chat template would leave out the record's tools or tool calls."""
+        source = self.template.for_tools(record["tools"]).source
+        has_calls = any(message.get("tool_calls") for message in record[MESSAGES])
+        for name, is_used in (("tools", record["tools"] is not None), ("tool_calls", has_calls)):
+            if is_used and name not in source:
+                raise DataError(
+                    f"{place}: has {name}, which {self.template.place} does not write; another template: "
+                    f"-o Data.*.dataset.options.{TEMPLATE_OPTION}=NAME_OR_FILE"
+                )
+
+    def _rendered(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
+        """Return a conversation as text, and the spans of the answers to learn."""
+        try:
+            text, spans = render_with_answers(self.template, messages, tools=tools)
+        except ChatError:
+            written = [with_arguments(one, as_text=True) for one in messages]
+            if written == messages:
+                raise
+            text, spans = render_with_answers(self.template, written, tools=tools)  # as DeepSeek's expects
+        answers = [is_learned(one) for one in messages if one["role"] == ASSISTANT]
+        if all(answers):
+            return text, spans
+        if len(spans) != len(answers):
+            raise ChatError(
+                f"{self.template.place} marks {counted(len(spans), 'text')} of {len(answers)} answers, so an "
+                "answer of weight 0 cannot be told from the others"
+            )
+        return text, [span for span, is_kept in zip(spans, answers, strict=True) if is_kept]
+
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
         kept = messages
         while True:
-            text, spans = render_with_answers(self.template, kept, tools=tools)
+            text, spans = self._rendered(kept, tools)
             ids, learned = self.tokenizer.encode_marked(text, spans)
             shorter = _without_oldest(kept)
             if len(ids) <= self.max_seq_len + 1 or shorter is None:
@@ -406,10 +385,10 @@ class ChatDataset(RecordDataset):
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
     """Return a conversation without its first question and the answers to this question. A system message is
-    kept. Returns None if the rest would contain no answer."""
-    head = 1 if messages[0]["role"] == "system" else 0
+    kept. Returns None if the rest would contain no answer to learn."""
+    head = 1 if messages[0]["role"] in SYSTEM_ROLES else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)
-    if following is None or not any(one["role"] == ASSISTANT for one in messages[following:]):
+    if following is None or not any(map(is_learned, messages[following:])):
         return None
     return [*messages[:head], *messages[following:]]

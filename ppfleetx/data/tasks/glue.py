@@ -168,7 +168,7 @@ def _file(task: GlueTask, directory: Path, part: str) -> Path:
 def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
     for number, line in read_lines(path, see):
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
+            text = line.decode("utf-8").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: this is not UTF-8 text") from error
         if text:

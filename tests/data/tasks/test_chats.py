@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from ppfleetx.checkpoint.config_and_tokenizer import documents_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.data import DatasetConfig
+from ppfleetx.data.chat.conversations import read_conversation
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, render_with_answers
 from ppfleetx.data.gpt_dataset import PADDING
-from ppfleetx.data.tasks.finetuning import ChatDataset, read_conversation
+from ppfleetx.data.tasks.finetuning import ChatDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
+from tests.goldens.chat_styles import QWEN, QWEN3, REWRITING, STYLES, write_style
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -161,6 +163,8 @@ def test_a_template_whose_turns_cannot_be_found_must_mark_them(source: str) -> N
     [
         ("{", "this is not a line of JSON"),
         ("[]", 'must be an object with "messages"'),
+        ('[{"messages": []}]', "a file that holds one array of objects must have a name in .json"),
+        ('{"question": "x", "answer": "y"}', "the texts here are 'question', 'answer'"),
         ('{"messages": []}', "has no list of messages"),
         ('{"conversations": 3}', "has no list of messages"),
         ('{"conversations": [{"value": "x"}]}', "message 0 must have from and value"),
@@ -171,6 +175,20 @@ def test_a_template_whose_turns_cannot_be_found_must_mark_them(source: str) -> N
         ('{"conversations": [{"from": "gpt"}]}', "message 0 must have role and content"),
         ('{"conversations": [{"from": "human", "value": "x"}]}', "no message of the role assistant"),
         ('{"conversations": [{"from": "gpt", "value": "x"}], "tools": "["}', "tools are not JSON"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "tools": 3}', "tools must be a list: 3"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
+            "message 0: arguments are not JSON",
+        ),
+        ('{"conversations": [{"from": "function_call", "value": "f(1)"}]}', "a function_call, is not JSON"),
+        ('{"conversations": [{"from": "function_call", "value": "[1]"}]}', "must have name and arguments"),
+        ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "has weight 0.5; it may be"),
+        ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "have weight 0, so there is"),
+        (
+            '{"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}',
+            "message 0 must have role and content",
+        ),
+        ('{"instruction": "x", "output": "y", "history": ["z"]}', "history must be a list of pairs"),
         ('{"instruction": 3, "output": "x"}', "instruction and input must be texts"),
         ('{"instruction": "x", "output": null}', "message 1 must have role and content"),
         ('{"instruction": "x"}', '"instruction" and "output" (Alpaca)'),
@@ -208,6 +226,16 @@ FORMS = {
     },
     "roles under conversations": {"conversations": CHAT[:3]},
     "Alpaca": {"system": SYSTEM, "instruction": ASKED, "input": "", "output": SAID},
+    "a system message beside messages": {"system": SYSTEM, "messages": CHAT[1:3]},
+    "a system message at both places": {"system": "unused", "messages": CHAT[:3]},
+    "parts of text": {
+        "messages": [
+            CHAT[0],
+            {"role": "user", "content": [{"type": "text", "text": ASKED}]},
+            {"role": "assistant", "content": [{"type": "text", "text": SAID}]},
+        ]
+    },
+    "prompt and completion": {"prompt": CHAT[:2], "completion": CHAT[2:3]},
     "Alpaca with input": {"system": SYSTEM, "instruction": "the", "input": "dog?", "output": SAID},
 }
 
@@ -228,6 +256,111 @@ def test_published_forms_are_read_as_they_are(tmp_path: Path, form: str, name: s
     sample = dataset[1]
     assert [*sample["tokens"][: sample["lengths"]], expected[-1]] == expected
     assert learnt(dataset, 1) == f"{SAID}<|im_end|>"
+
+
+def learnt_of(tmp_path: Path, record: dict, max_seq_len: int = 400, source: str = QWEN3) -> str:
+    (tmp_path / "own.jinja").write_text(source)
+    (tmp_path / "train.jsonl").write_text(json.dumps(record))
+    directory = tmp_path / "qwen"
+    tokenizer = Tokenizer.load(directory if directory.exists() else write_style("qwen", directory))
+    return learnt(
+        ChatDataset(section(tmp_path, max_seq_len, chat_template=str(tmp_path / "own.jinja")), tokenizer)
+    ).rstrip("\n")
+
+
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+AS_TEXT = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASK, turn(None, **CALL), RESULT, turn("seven")]},
+        {"messages": [ASK, turn(None, **AS_TEXT), RESULT, turn("seven")]},
+        {
+            "conversations": [
+                {"from": "human", "value": "the dog?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "7"},
+                {"from": "gpt", "value": "seven"},
+            ]
+        },
+    ],
+    ids=["objects", "OpenAI's texts", "LLaMA-Factory"],
+)
+def test_calls_are_learnt_as_the_server_writes_them(tmp_path: Path, record: dict) -> None:
+    assert CALLED in learnt_of(tmp_path, record)
+
+
+def test_a_template_that_joins_arguments_to_text_gets_text(tmp_path: Path) -> None:
+    call = "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+    source = "{% for m in messages %}" + call + "{{ m.content or '' }}<|im_end|>{% endfor %}"
+    for call in (CALL, AS_TEXT):
+        assert 'add {"x": 1}' in learnt_of(tmp_path, {"messages": [ASK, turn(None, **call)]}, source=source)
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_tools_may_be_a_list_or_its_text(form: Callable) -> None:
+    function = {"name": "add", "parameters": {}}
+    tool = {"type": "function", "function": function}
+    for record in (
+        {"messages": CHAT, "tools": form([tool])},
+        {"conversations": CHAT, "tools": form([function])},
+    ):
+        assert read_conversation(json.dumps(record).encode(), "here")["tools"] == [tool]
+
+
+@pytest.mark.parametrize(
+    ("more", "name"), [({"tools": [{"name": "add"}]}, "tools"), ({}, "tool_calls")], ids=["tools", "calls"]
+)
+def test_what_a_template_would_leave_out_is_refused(tmp_path: Path, more: dict, name: str) -> None:
+    with pytest.raises(DataError, match=rf"train\.jsonl:1: has {name}, which .* does not write"):
+        learnt_of(tmp_path, {"messages": [ASK, turn(None, **CALL)], **more}, source=QWEN)
+
+
+@pytest.mark.parametrize("source", [QWEN, unmarked(QWEN)], ids=["generation blocks", "prefixes"])
+@pytest.mark.parametrize("unlearnt", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_answers_of_weight_0_are_not_learnt(tmp_path: Path, source: str, unlearnt: dict) -> None:
+    chat = [ASK, turn("wrong", **unlearnt), ASK, turn("right", weight=1)]
+    assert learnt_of(tmp_path, {"messages": chat}, source=source) == "right<|im_end|>"
+    last = [ASK, turn("right"), ASK, turn("wrong " * 40, **unlearnt)]
+    assert "right" in learnt_of(tmp_path, {"messages": last}, 60, source), "also if it is too long"
+    parts = {"prompt": [ASK, turn("wrong"), ASK], "completion": [turn("right")]}
+    assert learnt_of(tmp_path, parts, source=source) == "right<|im_end|>"
+
+
+def test_answers_that_a_template_does_not_mark_one_by_one_have_no_weights(tmp_path: Path) -> None:
+    whole = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(DataError, match="marks 1 text of 2 answers"):
+        learnt_of(tmp_path, {"messages": [ASK, turn("a", weight=0), turn("b")]}, source=whole)
+
+
+def test_a_developers_message_stays_like_a_system_message(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_style("gpt2", tmp_path / "gpt2"))
+    write(tmp_path, [{**CHAT[0], "role": "developer"}, *CHAT[1:]])
+    whole = int(ChatDataset(section(tmp_path), tokenizer)[0]["lengths"])
+    dataset = ChatDataset(section(tmp_path, whole - 1), tokenizer)
+    assert "Be brief." in text_of(dataset)
+    assert "the dog" not in text_of(dataset)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path: Path, name: str) -> None:
+    records = json.dumps([{"messages": CHAT}] if name.endswith(".json") else {"messages": CHAT})
+    (tmp_path / name).write_text(records, encoding="utf-8-sig")
+    tokenizer = Tokenizer.load(write_style("gpt2", tmp_path / "gpt2"))
+    assert len(ChatDataset(section(tmp_path), tokenizer)) == 1
+
+
+@pytest.mark.parametrize("keys", [{"input_dir": "train.jsonl"}, {"split": "train.jsonl"}])
+def test_who_names_the_file_itself_is_told_the_two_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, CHAT)
+    tokenizer = Tokenizer.load(write_style("gpt2", tmp_path / "gpt2"))
+    with pytest.raises(DataError, match=r"input_dir=\. -o Data\.\*\.dataset\.split=train$"):
+        ChatDataset(section(Path()).model_copy(update=keys), tokenizer)
 
 
 @pytest.mark.parametrize("record", [{"messages": CHAT[:3]}, {"conversations": CHAT[:3]}])
