@@ -174,6 +174,13 @@ def test_evaluation_export_and_finetuning_need_nothing_else(place: Path, text: s
     assert "continues from epoch_0_step_1 to step 2" in log and "global step 2," in log
 
 
+def test_a_run_from_hugging_faces_files_goes_on_without_them(place: Path, tmp_path: Path) -> None:
+    """The tokenizer of the conversion, which is removed at the end, is not the one that the run names."""
+    given = ["--from", place / "hf", "-c", place / "run.yaml", "--output", "new", "--max-steps", "1"]
+    verb("finetune", *given, "-o", "Data.Eval=null", cwd=tmp_path)
+    assert "global step 2," in verb("train", "-c", "new", "--max-steps", "2", cwd=tmp_path)
+
+
 def test_two_processes_start_from_hugging_faces_files(place: Path, tmp_path: Path) -> None:
     """The model cut in two has the loss that it has whole."""
     whole = loss_in(verb("eval", place / "run", cwd=tmp_path).splitlines()[-1])

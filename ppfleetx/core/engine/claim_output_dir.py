@@ -44,7 +44,13 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.output_files import atomic_write, exclusive_lock, put_aside, remove_unfinished
+from ppfleetx.utils.output_files import (
+    atomic_write,
+    exclusive_lock,
+    put_aside,
+    remove_unfinished,
+    shared_temporary_root,
+)
 
 
 def lock_output_dir(cfg: RunConfig, stack: contextlib.ExitStack) -> None:
@@ -229,8 +235,18 @@ def _delete_earlier_run(output_dir: Path, earlier: RunRecord | None, to_delete: 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
     """Write the run's ``config.yaml``. An existing ``config.yaml`` that no run wrote is renamed first."""
-    path, text = output_dir / CONFIG_FILE, run_record(cfg)
+    path, text = output_dir / CONFIG_FILE, run_record(_with_lasting_tokenizer(cfg, output_dir))
     if path.exists() and not is_record(path):
         get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")
     with atomic_write(path, "w") as file:
         file.write(text)
+
+
+def _with_lasting_tokenizer(cfg: RunConfig, output_dir: Path) -> RunConfig:
+    """Return ``cfg`` with the run's own copy of the tokenizer, if ``cfg`` names one in a temporary directory.
+    A model of Hugging Face is converted into such a directory, which is removed at the end of the run."""
+    place = cfg.Data.tokenizer.dir if cfg.Data.tokenizer is not None else None
+    if place is None or shared_temporary_root().resolve() not in Path(place).resolve().parents:
+        return cfg
+    tokenizer = cfg.Data.tokenizer.model_copy(update={"dir": str(output_dir / "tokenizer")})
+    return cfg.model_copy(update={"Data": cfg.Data.model_copy(update={"tokenizer": tokenizer})})
