@@ -127,6 +127,39 @@ def test_text_compressed_in_another_way_is_not_passed_over(tmp_path: Path, name:
             find_sources([place])
 
 
+def test_patterns_name_files_in_their_order(tmp_path: Path) -> None:
+    for name in ("b.ndjson", "a.jsonl", "c.txt", "[d].jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    sources = find_sources([f"{tmp_path}/[ab].*json*", tmp_path / "c.txt", tmp_path / "[d].jsonl"])
+    assert [(one.path.name, one.kind) for one in sources] == [
+        ("a.jsonl", "json"), ("b.ndjson", "json"), ("c.txt", "file"), ("[d].jsonl", "json")
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"no such file or folder: .*x\*\.jsonl"):
+        find_sources([f"{tmp_path}/x*.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.parquet", b"PAR1\xff\xff", "is a Parquet file; write its texts as JSON Lines"),
+        ("a.jsonl", gzip.compress(b"{}"), "is compressed with gzip; its name must end in .gz"),
+        ("a.json", b'\n[{"text": "x"},\n{"text": "y"}]', "is a JSON array; a document must be a line"),
+        ("a.jsonl.gz", gzip.compress(b'[{"text": "x"}]'), "is a JSON array"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "is in UTF-16"),
+    ],
+)
+def test_formats_without_texts_are_named(tmp_path, tokenizer, name, content, words) -> None:
+    (tmp_path / name).write_bytes(content)
+    sources = find_sources([tmp_path / name])
+    for read_it in (
+        lambda: preprocess(sources, tmp_path / "out", tokenizer, show_progress=False),
+        lambda: list(iterate_texts(sources)),
+    ):
+        with pytest.raises(DataError) as caught:
+            read_it()
+        assert f"{tmp_path / name} {words}" in str(caught.value)
+
+
 @pytest.mark.parametrize("split_on", ["line", "blank-line"])
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 50])
 def test_what_is_too_long_is_left_out_and_nothing_else(split_on: str, block: int) -> None:

@@ -3,6 +3,7 @@ plain text, or folders of such files."""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,16 +150,17 @@ def find_sources(
     suffixes: Sequence[str] = (),
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
-    """List the files of a corpus in the order in which they are encoded. ``inputs`` are files and folders;
-    ``suffixes`` limits folders to files with these endings. The files of a folder are sorted by path. Hidden
-    files, hidden folders and ``__pycache__`` are skipped.
+    """List the files of a corpus in the order in which they are encoded. ``inputs`` are files, folders and
+    patterns of these (``data/*.jsonl``, sorted by path); ``suffixes`` limits folders to files with these
+    endings. The files of a folder are sorted by path. Hidden files, hidden folders and ``__pycache__`` are
+    skipped.
 
-    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) have one JSON object per line. All other files are
-    plain text, which ``split_on`` divides into documents. Raises DataError if an input does not exist, has an
-    unsupported compression, or contains no files, or if there are no inputs.
+    ``.jsonl``, ``.ndjson`` and ``.json`` files (also ``.gz``, ``.zst``) have one JSON object per line. All
+    other files are plain text, which ``split_on`` divides into documents. Raises DataError if an input does
+    not exist, has an unsupported compression, or contains no files, or if there are no inputs.
     """
     sources = []
-    for entry in map(Path, inputs):
+    for entry in (path for given in inputs for path in _matching(given)):
         if not entry.exists():
             raise DataError(f"no such file or folder: {entry}")
         if not entry.is_file() and not entry.is_dir():
@@ -175,6 +177,11 @@ def find_sources(
     return sources
 
 
+def _matching(given: str | os.PathLike[str]) -> list[Path]:
+    found = [] if Path(given).exists() else sorted(glob.glob(os.fspath(given), recursive=True))  # noqa: PTH207
+    return [Path(path) for path in found or [given]]
+
+
 def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     found = []
     for root, folders, names in os.walk(folder):
@@ -186,7 +193,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 def _kind_of(path: Path, split_on: str) -> Kind:
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    if name.endswith((".jsonl", ".json")):
+    if name.endswith((".jsonl", ".ndjson", ".json")):
         return "json"
     return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
 
@@ -254,6 +261,29 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
             yield line.removesuffix(b"\r")
 
 
+_FORMATS = {
+    b"PAR1": "a Parquet file; write its texts as JSON Lines, for example with pandas.read_parquet(FILE)"
+    '.to_json("FILE.jsonl", orient="records", lines=True)',
+    b"ARROW1": "an Arrow file; write its texts as JSON Lines",
+    b"\x1f\x8b": "compressed with gzip; its name must end in .gz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstandard; its name must end in .zst",
+    b"\xff\xfe": "in UTF-16; files must be in UTF-8",
+    b"\xfe\xff": "in UTF-16; files must be in UTF-8",
+}
+
+
+def why_without_text(sources: Sequence[Source]) -> str:
+    """Return a sentence about the format of the first source of a corpus in which no text was found, for an
+    error message. The result is empty if the format is not known."""
+    first = sources[0]
+    with TextFile(first.path) as file:
+        begin = file.read(64)
+    found = next((name for magic, name in _FORMATS.items() if begin.startswith(magic)), None)
+    if found is None and first.kind == "json" and begin.removeprefix(_BOM).lstrip().startswith(b"["):
+        found = "a JSON array; a document must be a line, as `jq -c '.[]' FILE.json > FILE.jsonl` writes it"
+    return "" if found is None else f"{first.path} is {found}"
+
+
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Yield the texts of a corpus, one per document. In JSON documents, the text is in the field ``key``.
     Invalid documents are skipped. Raises DataError if a file is damaged, or if there is no text."""
@@ -271,7 +301,8 @@ def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]
     if is_empty:
         names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
         under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""
-        raise DataError(f"{names}: there is no text{under}")
+        why = why_without_text(sources)
+        raise DataError(f"{names}: there is no text{under}" + (f". {why}" if why else ""))
 
 
 def _text_of(document: bytes | None, kind: Kind, key: str) -> str | None:

@@ -32,7 +32,14 @@ from ppfleetx.data.indexed_dataset import (
     optimal_dtype,
     refuse_to_replace,
 )
-from ppfleetx.data.prepare.corpus_reader import MOST_SKIPPED, Chunk, Source, documents_of, read_chunks
+from ppfleetx.data.prepare.corpus_reader import (
+    MOST_SKIPPED,
+    Chunk,
+    Source,
+    documents_of,
+    read_chunks,
+    why_without_text,
+)
 from ppfleetx.data.text_files import MAX_DOCUMENT_BYTES, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.end_processes import process_exists
@@ -362,7 +369,8 @@ def _encode_all(
             if not report.num_documents and report.problems.counts.total() > MOST_SKIPPED:
                 break
         if report.num_documents == 0:
-            raise DataError("\n".join(["there is no document to write", *report.problems.lines()]))
+            lines = ["there is no document to write", *report.problems.lines(), why_without_text(sources)]
+            raise DataError("\n".join(filter(None, lines)))
         report.num_tokens = sum(writer.num_tokens for writer in writers.values())
 
 

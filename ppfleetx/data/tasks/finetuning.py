@@ -300,7 +300,7 @@ class ChatDataset(RecordDataset):
         if self.template.with_tools is not None:
             more.append(self.template.with_tools.source)
         super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
-        self._has_warned = False
+        self._warned: set[bool] = set()
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -366,17 +366,18 @@ class ChatDataset(RecordDataset):
             if len(ids) <= self.max_seq_len + 1 or shorter is None:
                 break
             kept = shorter
-        if len(kept) < len(messages) or len(ids) > self.max_seq_len + 1:
-            self._warn_cut(place, len(messages) - len(kept), len(ids))
-        return ids[: self.max_seq_len + 1], learned[: self.max_seq_len + 1]
+        length, ids, learned = len(ids), ids[: self.max_seq_len + 1], learned[: self.max_seq_len + 1]
+        if len(kept) < len(messages) or length > len(ids):
+            self._warn_cut(place, len(messages) - len(kept), length, is_empty=not learned[1:].any())
+        return ids, learned
 
-    def _warn_cut(self, place: str, left_out: int, length: int) -> None:
-        if self._has_warned:
+    def _warn_cut(self, place: str, left_out: int, length: int, *, is_empty: bool) -> None:
+        if is_empty in self._warned:  # a warning of each kind
             return
-        self._has_warned = True
+        self._warned.add(is_empty)
         what = [f"{counted(left_out, 'message')} at the beginning"] if left_out else []
         if length > self.max_seq_len + 1:
-            what.append("its end")
+            what.append("with its end all that is learned" if is_empty else "its end")
         get_logger().warning(
             f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {', and '.join(what)} "
             "(logged once)"
