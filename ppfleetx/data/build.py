@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
@@ -213,6 +214,9 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
     return cfg.Global.seed if seed is None else seed
 
 
+_WEIGHT = re.compile(r"\d*\.?\d+")  # Megatron-LM's list has them between the prefixes
+
+
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     """Open the corpora named by ``Data.<mode>.dataset.input_dir``. Returns one list per entry, because an
     entry can be a directory of several corpora. Raises DataError if a corpus is missing or damaged."""
@@ -224,6 +228,9 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
         hint = ""
         if isinstance(error, MissingDataError):
             hint = f". ppfleetx prepare makes a corpus of text; name it with -o {key}=PREFIX"
+            if any(_WEIGHT.fullmatch(word) for entry in section.dataset.inputs for word in entry.split()):
+                hint = f". Weights have a key of their own: -o {key}=[PREFIX,PREFIX] "
+                hint += f"-o {section.key_of(mode, 'weights')}=[0.3,0.7]"
         raise type(error)(f"{key}{_place(cfg, key)}: {error}{hint}") from error
 
 

@@ -208,11 +208,15 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = _MOS
         tokens = corpus.flat(first, last)
         lowest, highest, seen = int(tokens.min()), max(highest, int(tokens.max())), seen + len(tokens)
         if highest >= vocab_size or lowest < 0:
-            wrong = lowest if lowest < 0 else highest
+            if lowest < 0:
+                raise DataError(
+                    f"{corpus.prefix} holds the token id {lowest}. Ids are at least 0: it is damaged, or "
+                    "was written with a too small type of integers"
+                )
             raise DataError(
-                f"{corpus.prefix} holds the token id {wrong}, and the model has ids 0 to {vocab_size - 1} "
+                f"{corpus.prefix} holds the token id {highest}, and the model has ids 0 to {vocab_size - 1} "
                 f"(Model.vocab_size = {vocab_size}). Either the corpus was made with another tokenizer, or a "
-                f"new model needs -o Model.vocab_size={max(highest + 1, vocab_size)} or more"
+                f"new model needs -o Model.vocab_size={highest + 1} or more"
             )
     return highest, seen
 

@@ -277,6 +277,9 @@ def test_mistakes_are_said_at_once(tmp_path: Path, toy_prefix: str) -> None:
         DataError, match=r"Data\.Train\.dataset\.input_dir \(.*\): no corpus at .*ppfleetx prepare"
     ):
         build_dataloader(make_config(tmp_path, str(tmp_path / "nowhere")), "Train")
+    for blend in (["0.3", toy_prefix, "0.7", toy_prefix], f"1 {toy_prefix} 2 {toy_prefix}"):
+        with pytest.raises(DataError, match=r"PREFIX\] -o Data\.Train\.dataset\.weights="):
+            build_dataloader(make_config(tmp_path, blend), "Train")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no corpus in"):
         build_dataloader(make_config(tmp_path, str(tmp_path / "empty")), "Train")
