@@ -18,6 +18,7 @@ from ppfleetx.config.sections.generation import DetokenizerName, OfflineEvalConf
 from ppfleetx.data.dataloader import MicroBatch
 from ppfleetx.data.text_files import TextFile, load_object, text_of
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.log import get_logger
 
 _Rule = Callable[[str], str]
 
@@ -214,6 +215,11 @@ def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
 
 
 def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> SlidingWindows:
+    if ".jsonl" in Path(cfg.eval_path).suffixes:
+        get_logger().warning(
+            f"{cfg.eval_path} is evaluated as plain text, with its JSON notation. cloze_eval: True reads its "
+            "records"
+        )
     rules = cfg.detokenizer or detokenizer_of_file(cfg.eval_path)
     ids = np.array(tokenizer.encode_prompt(detokenizer(rules)(text)), np.int64)
     if ids.size < 2:

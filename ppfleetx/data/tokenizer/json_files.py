@@ -127,6 +127,9 @@ def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, st
 
 
 def _how_to_make(directory: Path) -> str:
+    own = directory / "tokenizer"  # of a run, a checkpoint or a converted model
+    if (own / TOKENIZER_FILE).is_file() or (own / VOCAB_FILE).is_file():
+        return f"; there is one in {own}"
     if not (directory / SENTENCEPIECE_FILE).is_file():
         return ""
     return (

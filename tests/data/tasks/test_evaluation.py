@@ -88,6 +88,15 @@ def test_a_text_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert tokenizer.decode(plain.ids) == " the @-@ cat \r\n the  hat \n"
 
 
+def test_json_lines_are_no_plain_text(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "the cat"}\n')
+    read_evaluation_set(OfflineEvalConfig(eval_path=str(path)), tokenizer)
+    assert "texts.jsonl is evaluated as plain text, with its JSON notation" in caplog.text
+
+
 def test_a_cloze_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     lines = ["the cat and the hat, zebra cat zebra ", "a\n b"]

@@ -79,10 +79,12 @@ def test_text_that_a_vocabulary_has_no_token_for(tmp_path):
         ("vocab.json", '{"a": 0}', "merges.txt cannot be read: No such file"),
         ("merges.txt", "a b", "vocab.json cannot be read: No such file"),
         ("other.txt", "", "holds no tokenizer"),
+        ("tokenizer/vocab.json", "{}", r"holds no tokenizer.*; there is one in .*/tokenizer$"),
         ("tokenizer.model", "\n", r"tokenizer\.model is not read here.*save_pretrained"),
     ],
 )
 def test_a_directory_without_a_whole_tokenizer(tmp_path, name, content, message):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         Tokenizer.load(tmp_path)
