@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.resolve_checkpoint import newest_complete, resolve_checkpoint
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 from ppfleetx.config.ineffective_options import refuse_absent, without_effect
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import data_sets
@@ -97,7 +97,17 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         check_start(cfg)
     for key, directory in cfg.weight_sources():
         if _will_be_loaded(key, cfg, trains="Train" in reads):
-            resolve_checkpoint(directory, verify=False)
+            try:
+                with naming(key, directory):
+                    resolve_checkpoint(directory, verify=False)
+            except CheckpointError as error:
+                if key != _BASE:
+                    raise
+                advice = f". If the weights that the adapters belong to have moved: -o {_BASE}=DIR"
+                raise CheckpointError(f"{error}{advice}") from error
+
+
+_BASE = "Model.lora.base"
 
 
 def made_directory(cfg: RunConfig, key: str) -> Path:
@@ -121,7 +131,7 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 def _will_be_loaded(key: str, cfg: RunConfig, *, trains: bool) -> bool:
     """Return whether the program will load the weights that the configuration key ``key`` names. ``trains``
     is whether the program trains."""
-    if key == "Model.lora.base":
+    if key == _BASE:
         return True
     if not trains:  # init_from only names the weights from which the run once started
         return key == CKPT_DIR

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from ppfleetx.conversion.gguf import is_gguf
 from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
 from ppfleetx.data.tokenizer.json_files import MERGES_FILE, TOKENIZER_FILE, VOCAB_FILE
 from ppfleetx.utils.log import configure_logging, get_logger
-from ppfleetx.utils.output_files import shared_temporary_root
 from ppfleetx.utils.plugins import import_named_plugins
 
 _READY = "READY"
@@ -107,7 +107,7 @@ def _temporary_root() -> Path:
     """Create the parent of all temporary directories, and return its path. Raises CheckpointError if other
     users could change the directory.
     """
-    root = shared_temporary_root()
+    root = Path(tempfile.gettempdir()) / f"ppfleetx-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
     if status.st_uid != os.getuid() or root.is_symlink() or status.st_mode & 0o022:

@@ -81,11 +81,6 @@ def why_not_writable(directory: Path) -> str | None:
     return None
 
 
-def shared_temporary_root() -> Path:
-    """Return the parent of the temporary directories that the processes of a job on one machine share."""
-    return Path(tempfile.gettempdir()) / f"ppfleetx-{os.getuid()}"
-
-
 def refuse_unwritable(directory: Path, key: str) -> None:
     """Raise ConfigError if no files can be written to ``directory``, given by the option ``key``. Call this
     before a long computation whose results are written there."""

@@ -4,7 +4,7 @@ import pytest
 
 from ppfleetx.commands import initialize
 from ppfleetx.commands.initialize import start_with
-from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.utils import launcher_env
 from ppfleetx.utils.device_support import not_supported_reasons
@@ -82,3 +82,15 @@ def test_processes_of_another_launcher_do_not_train_alone(monkeypatch, variables
     monkeypatch.delenv("PADDLE_TRAINERS_NUM")
     monkeypatch.setenv(next(iter(variables)), "1")
     launcher_env.refuse_other_launchers()
+
+
+def test_weights_that_are_not_there_name_their_key(tmp_path) -> None:
+    sizes = ["Model.lora.rank=2", f"Model.lora.base={tmp_path}/gone", "Data.Train=null", "Data.Eval=null"]
+    cfg = load_config(PRETRAIN, [*ON_CPU, *sizes])
+    with pytest.raises(
+        CheckpointError, match=r"^Model.lora.base = .*gone.*have moved: -o Model.lora.base=DIR"
+    ):
+        start_with(cfg)
+    cfg = load_config(PRETRAIN, [*ON_CPU, f"Engine.save_load.ckpt_dir={tmp_path}/gone"])
+    with pytest.raises(CheckpointError, match=r"^Engine.save_load.ckpt_dir = .*there is no directory"):
+        start_with(cfg)

@@ -174,10 +174,13 @@ def test_evaluation_export_and_finetuning_need_nothing_else(place: Path, text: s
     assert "continues from epoch_0_step_1 to step 2" in log and "global step 2," in log
 
 
-def test_a_run_from_hugging_faces_files_goes_on_without_them(place: Path, tmp_path: Path) -> None:
-    """The tokenizer of the conversion, which is removed at the end, is not the one that the run names."""
-    given = ["--from", place / "hf", "-c", place / "run.yaml", "--output", "new", "--max-steps", "1"]
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_a_run_goes_on_without_what_it_started_from(place: Path, tmp_path: Path, kind: str) -> None:
+    """Also without its tokenizer, which for Hugging Face's files is in the conversion that is removed."""
+    shutil.copytree(place / kind, tmp_path / "start")
+    given = ["--from", "start", "-c", place / "run.yaml", "--output", "new", "--max-steps", "1"]
     verb("finetune", *given, "-o", "Data.Eval=null", cwd=tmp_path)
+    shutil.rmtree(tmp_path / "start")
     assert "global step 2," in verb("train", "-c", "new", "--max-steps", "2", cwd=tmp_path)
 
 

@@ -44,13 +44,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.coordination import gather, joint_errors
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.output_files import (
-    atomic_write,
-    exclusive_lock,
-    put_aside,
-    remove_unfinished,
-    shared_temporary_root,
-)
+from ppfleetx.utils.output_files import atomic_write, exclusive_lock, put_aside, remove_unfinished
 
 
 def lock_output_dir(cfg: RunConfig, stack: contextlib.ExitStack) -> None:
@@ -243,10 +237,13 @@ def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
 
 
 def _with_lasting_tokenizer(cfg: RunConfig, output_dir: Path) -> RunConfig:
-    """Return ``cfg`` with the run's own copy of the tokenizer, if ``cfg`` names one in a temporary directory.
-    A model of Hugging Face is converted into such a directory, which is removed at the end of the run."""
-    place = cfg.Data.tokenizer.dir if cfg.Data.tokenizer is not None else None
-    if place is None or shared_temporary_root().resolve() not in Path(place).resolve().parents:
+    """Return ``cfg`` with the run's own copy of the tokenizer, if ``cfg`` names the one of the weights from
+    which the run starts. They may be removed later, and a model of Hugging Face is converted into a temporary
+    directory, which is removed at the end of the run."""
+    tokenizer, start = cfg.Data.tokenizer, cfg.Engine.save_load.init_from
+    if tokenizer is None or tokenizer.dir is None or start is None:
         return cfg
-    tokenizer = cfg.Data.tokenizer.model_copy(update={"dir": str(output_dir / "tokenizer")})
+    if Path(tokenizer.dir).resolve().parent not in (Path(start).resolve(), Path(start).resolve().parent):
+        return cfg
+    tokenizer = tokenizer.model_copy(update={"dir": str(output_dir / "tokenizer")})
     return cfg.model_copy(update={"Data": cfg.Data.model_copy(update={"tokenizer": tokenizer})})
