@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
@@ -139,8 +140,9 @@ class AnswerReport:
 
 
 def run(chat: Chat) -> None:
-    with chat.job() as job:
-        Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(job.load(), chat))
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr), chat.job() as job:  # the log
+        Terminal(sys.stdin, answers, sys.stderr).talk(_begin(job.load(), chat))
 
 
 def _begin(cfg: RunConfig, chat: Chat) -> Conversation:

@@ -156,6 +156,23 @@ def test_options_that_no_chat_has_are_refused(tmp_path: Path) -> None:
     assert _options(load_config(file, ["Generation.max_dec_len=7"])).max_dec_len == 7
 
 
+def test_over_a_pipe_standard_output_has_the_answers_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_run(tmp_path, tokenizer)
+    given = ["-c", "pretrain.yaml", "-o", "Engine.save_load.ckpt_dir=run", "-o", "Generation.max_dec_len=4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ppfleetx", "chat", *given],
+        input="the cat\n",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=True,
+    )
+    assert "INFO" not in done.stdout
+    assert "with the weights of" in done.stderr
+
+
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_run(tmp_path, tokenizer, max_position_embeddings=8192)
     (tmp_path / "run/tokenizer/chat_template.jinja").write_text(GPT2)

@@ -116,7 +116,9 @@ class TrainingLength:
         if steps_per_epoch == 0:
             raise DataError(
                 f"Data.Train: one epoch has {samples_per_epoch:.1f} samples, less than the global batch of "
-                f"{cfg.batch.global_batch_size} (Global.global_batch_size)"
+                f"{cfg.batch.global_batch_size} (Global.global_batch_size). Choose a smaller batch "
+                "(-o Global.local_batch_size=N), or count steps (-o Engine.run_mode=step "
+                "-o Engine.max_steps=N)"
             )
         return cls(
             min(engine.max_steps, engine.num_train_epochs * steps_per_epoch),
