@@ -75,6 +75,21 @@ class Prepare(Command):
         default=64,
         metavar="N",
     )
+    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer"] | None = option(
+        "Megatron-LM's name of a kind of tokenizer; the tokenizer's files decide",
+        "--tokenizer-type",
+        "--tokenizer_type",
+    )
+    dataset_impl: Literal["mmap"] | None = option(
+        "Megatron-LM's name of the format, which is the only one", "--dataset-impl", "--dataset_impl"
+    )
+    log_interval: int | None = option(
+        "Megatron-LM's; a progress bar is shown instead",
+        "--log-interval",
+        "--log_interval",
+        type=whole_number,
+        metavar="N",
+    )
     strict: bool = switch("an empty or unreadable document is an error")
     overwrite: bool = switch("replace an output that already exists")
 
@@ -90,10 +105,18 @@ class Prepare(Command):
             )
         suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
         sources = find_sources(self.input, suffixes=suffixes, split_on=self.split_on)
+        tokenizer = self.load_tokenizer()
+        if self.tokenizer_type == "HuggingFaceTokenizer" and tokenizer.prefix_ids:
+            raise ConfigError(
+                "begins each document with this tokenizer's BOS in Megatron-LM, and a corpus made here has "
+                "none. Leave the option out for such a corpus",
+                key="--tokenizer-type",
+                value=self.tokenizer_type,
+            )
         report = preprocess(
             sources,
             self.output_prefix,
-            self.load_tokenizer(),
+            tokenizer,
             keys=self.json_keys,
             append_eod=self.append_eod,
             workers=self.workers or available_cpus(),

@@ -140,7 +140,10 @@ def merge(
         for prefix in prefixes:
             other = IndexedDataset(prefix)
             if other.dtype != writer.dtype:
-                raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
+                raise DataError(
+                    f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}. A run can read "
+                    "both: name them in a list in Data.Train.dataset.input_dir"
+                )
             writer.add_index(other, _verified_blocks(other.prefix, bar))
 
 

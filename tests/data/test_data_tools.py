@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from ppfleetx.commands.main import call
-from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.data.indexed_dataset import IndexedDataset
+from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from ppfleetx.data.prepare.stdlib_corpus import stdlib_files, write_stdlib_corpus
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from tests.goldens.chat_styles import TOKENIZERS
 
 
 def run(verb: str, *arguments: object) -> None:
@@ -29,6 +30,24 @@ def test_merge(toy_prefix: str, write_corpus, toy_documents, tmp_path: Path, cap
     assert "2 corpora, 137 documents, 6,903 tokens" in capsys.readouterr().out
     for suffix in ("bin", "idx"):
         assert (tmp_path / f"all.{suffix}").read_bytes() == Path(f"{toy_prefix}.{suffix}").read_bytes()
+
+
+def test_corpora_of_two_types_are_not_merged(tmp_path: Path, write_corpus) -> None:
+    prefixes = [write_corpus([[1, 2]], name) for name in ("a", "b")]
+    with IndexedDatasetWriter(prefixes[1], np.int32) as writer:
+        writer.add_document(np.arange(2), [2])
+    with pytest.raises(DataError, match=r"b stores int32, .*a stores uint16\. A run can read both"):
+        run("merge-data", "--input", *prefixes, "--output-prefix", tmp_path / "all")
+
+
+def test_megatrons_options_of_preprocessing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the cat")
+    given = ["prepare", "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out"]
+    more = ["--dataset-impl", "mmap", "--log-interval", 100, "--workers", 1, "--tokenizer-type"]
+    run(*given, "--tokenizer-model", TOKENIZERS / "gpt2", *more, "HuggingFaceTokenizer")
+    assert IndexedDataset(tmp_path / "out_text_document").num_tokens
+    with pytest.raises(ConfigError, match="BOS in Megatron-LM, and a corpus made here has none"):
+        run(*given, "--overwrite", "--tokenizer", TOKENIZERS / "llama3", *more, "HuggingFaceTokenizer")
 
 
 def test_convert(tmp_path: Path) -> None:
@@ -83,10 +102,12 @@ def test_the_corpus_is_shuffled_and_the_same_each_time(tmp_path):
     assert paths != sorted(paths) and len(tail) > 8  # not one end of the alphabet
 
 
-def test_a_tokenizer_is_trained(tmp_path):
+def test_a_tokenizer_is_trained(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello hello hello world world\n" * 5)
     options = ("--input", tmp_path / "a.txt", "--vocab-size", "265", "--output", tmp_path / "t")
     run("tokenizer", *options)
     assert Tokenizer.load(tmp_path / "t").vocab_size == 265
     with pytest.raises(UserError, match="--overwrite"):
         run("tokenizer", *options)
+    run("tokenizer", *options[:3], 5000, "--output", tmp_path / "large")
+    assert "(the text has no pairs for 5,000)" in capsys.readouterr().out
