@@ -69,6 +69,8 @@ def read_conversation(line: bytes, place: str) -> dict[str, Any]:
 
 def _other_dataset(record: Mapping[str, Any]) -> str:
     texts = [shown(key) for key, value in record.items() if isinstance(value, str)]
+    if "text" in record:
+        return ". ppfleetx prepare makes a corpus of plain texts, for GPTDataset"
     if len(texts) < 2:
         return ""
     return (

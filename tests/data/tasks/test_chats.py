@@ -167,6 +167,7 @@ def test_a_template_whose_turns_cannot_be_found_must_mark_them(source: str) -> N
         ("{", "this is not a line of JSON"),
         ("[]", 'must be an object with "messages"'),
         ('[{"messages": []}]', "a file that holds one array of objects must have a name in .json"),
+        ('{"text": "x"}', "ppfleetx prepare makes a corpus of plain texts"),
         ('{"question": "x", "answer": "y"}', "the texts here are 'question', 'answer'"),
         ('{"messages": []}', "has no list of messages"),
         ('{"conversations": 3}', "has no list of messages"),
