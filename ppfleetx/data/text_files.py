@@ -223,7 +223,9 @@ def text_of(record: dict[str, Any], field: str, place: str, hint: str = "") -> s
     not a string, or has a lone surrogate. ``place`` is the record's file and line, and ``hint`` is added to
     the message."""
     text = record.get(field)
-    if not isinstance(text, str):
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"{place}: field {field!r} must be a text, not {shown(text)}")
+    if text is None:
         names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
         more = ", ..." if len(record) > _FIELDS_NAMED else ""
         raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}{more}{hint}")

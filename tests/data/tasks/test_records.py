@@ -146,7 +146,7 @@ def test_glue_examples_begin_with_bos(tmp_path):
             '{"prompt": "a"}',
             r"train\.jsonl:2: field 'response' must be a text; the record's fields: 'prompt'",
         ),
-        ('{"prompt": 1, "response": ""}', r"train\.jsonl:2: field 'prompt' must be a text"),
+        ('{"prompt": 1, "response": ""}', r"train\.jsonl:2: field 'prompt' must be a text, not 1$"),
         ("[]", r"train\.jsonl:2: must be an object with prompt and response"),
         ("{", r"train\.jsonl:2: this is not a line of JSON"),
         ('{"prompt": "\\ud800", "response": ""}', r"train\.jsonl:2: field 'prompt' holds a lone surrogate"),
