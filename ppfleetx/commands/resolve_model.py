@@ -178,7 +178,8 @@ class ResolvedModel:
         """
         given = list(given)
         ours = [Setting(key, self.checkpoint, option)]
-        names_one = any(name.startswith("Data.tokenizer") for name in overridden_keys(given))
+        named = overridden_keys(given) - {"Data.tokenizer.eos_token"}
+        names_one = any(name.startswith("Data.tokenizer") for name in named)
         if self.tokenizer is not None and not names_one:
             ours.append(Setting("Data.tokenizer.dir", self.tokenizer, model_in(self.name)))
         return [*ours, *given]

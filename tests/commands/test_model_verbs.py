@@ -23,6 +23,7 @@ from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import ResolvedModel, resolve_model, shared_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
@@ -182,6 +183,15 @@ def test_a_run_goes_on_without_what_it_started_from(place: Path, tmp_path: Path,
     verb("finetune", *given, "-o", "Data.Eval=null", cwd=tmp_path)
     shutil.rmtree(tmp_path / "start")
     assert "global step 2," in verb("train", "-c", "new", "--max-steps", "2", cwd=tmp_path)
+
+
+def test_another_end_of_text_leaves_the_tokenizers_files(place: Path) -> None:
+    with ExitStack() as stack:
+        model = resolve_model(place / "run", stack)
+        own = model.overrides(["Data.tokenizer.eos_token=x"])
+        assert "Data.tokenizer.dir" in [one.key for one in own if isinstance(one, Setting)]
+        other = model.overrides(["Data.tokenizer.dir=x"])
+        assert "Data.tokenizer.dir" not in [one.key for one in other if isinstance(one, Setting)]
 
 
 def test_two_processes_start_from_hugging_faces_files(place: Path, tmp_path: Path) -> None:

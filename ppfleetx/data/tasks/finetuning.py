@@ -301,6 +301,7 @@ class ChatDataset(RecordDataset):
             more.append(self.template.with_tools.source)
         super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
         self._warned: set[bool] = set()
+        self._end_is_checked = False
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -318,6 +319,9 @@ class ChatDataset(RecordDataset):
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
         record = read_conversation(line, place)
+        if not self._end_is_checked:  # not before there is a run
+            self._end_is_checked = True
+            self._warn_without_end()
         try:
             ids, learned = self._fitting(record[MESSAGES], record["tools"], place)
         except UserError as error:
@@ -356,6 +360,32 @@ class ChatDataset(RecordDataset):
                 "answer of weight 0 cannot be told from the others"
             )
         return text, [span for span, is_kept in zip(spans, answers, strict=True) if is_kept]
+
+    def _warn_without_end(self) -> None:
+        """Log a warning if no token that ends a text is learned from the first conversation: answers of the
+        trained model will not end, as with the template of a chat model and the tokenizer of its base."""
+        number, line = self._lines[0]
+        record = read_conversation(line, f"{self.path}:{number}")
+        try:
+            text, spans = self._rendered(record[MESSAGES], record["tools"])
+            ids, learned = self.tokenizer.encode_marked(text, spans)
+            ends = self.tokenizer.end_ids
+        except UserError:  # a template that refuses the conversation is reported when it is read
+            return
+        said = [int(one) for one in ids[learned > 0] if self.tokenizer.decode([one]).strip()]
+        if not said or not {*said}.isdisjoint(ends):
+            return
+        last = self.tokenizer.decode(said[-1:])
+        advice = (
+            f"-o 'Data.tokenizer.eos_token={last}' makes it one"
+            if said[-1] in self.tokenizer.special_ids
+            else f"the tokenizer's are {', '.join(self.tokenizer.decode([one]) for one in ends)}"
+        )
+        end = text[: spans[-1][1]].rstrip()[-20:]
+        get_logger().warning(
+            f"{self.template.place} ends answers with {end!r}, which is not a token that ends a text, so "
+            f"answers will go on behind it: {advice}"
+        )
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
         kept = messages

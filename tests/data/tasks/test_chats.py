@@ -348,6 +348,19 @@ def test_a_developers_message_stays_like_a_system_message(tmp_path: Path) -> Non
     assert "the dog" not in text_of(dataset)
 
 
+def test_an_end_that_ends_no_text_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As with the template of a chat model and the tokenizer of its base."""
+    directory = write_style("qwen", tmp_path / "qwen")
+    write(tmp_path, CHAT)
+    for eod_token, is_reported in (("<|begin_of_text|>", True), ("<|im_end|>", False)):
+        caplog.clear()
+        dataset = ChatDataset(section(tmp_path), Tokenizer.load(directory, eod_token=eod_token))
+        dataset[0], dataset[0]
+        said = caplog.text.count("<|im_end|>', which is not a token that ends a text")
+        assert said == is_reported
+        assert ("-o 'Data.tokenizer.eos_token=<|im_end|>' makes it one" in caplog.text) is is_reported
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
 def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path: Path, name: str) -> None:
     records = json.dumps([{"messages": CHAT}] if name.endswith(".json") else {"messages": CHAT})
