@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ppfleetx.checkpoint.config_and_tokenizer import TOKENIZER_DIR
 from ppfleetx.checkpoint.lazy_tensors import LazyTensor, cast
 from ppfleetx.checkpoint.model_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.checkpoint.reader import Checkpoint
@@ -18,6 +19,7 @@ from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabular
 from ppfleetx.config.errors import CheckpointError, naming
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.data.tokenizer.json_files import CHAT_TEMPLATE
 from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.output_files import is_taken, refuse_unwritable
 
@@ -124,10 +126,12 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 @dataclass(frozen=True)
 class TrainedAdapters:
     """LoRA adapters: for each adapted layer X, float32 ``X.lora.a [in, rank]`` and
-    ``X.lora.b [rank, out]``."""
+    ``X.lora.b [rank, out]``. ``template`` is the chat template that they were trained with, if the checkpoint
+    has one in a file of its own."""
 
     lora: LoraConfig
     tensors: Mapping[str, np.ndarray]
+    template: str | None = None
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
@@ -156,7 +160,10 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
     if len(tokenizers) > 1:
         raise CheckpointError(f"the adapters of {checkpoint.path} were trained with another tokenizer")
     tensors = {name: trained.tensors[name].cast("F32").read() for name in names}
-    return TrainedAdapters(model.lora, tensors)
+    template = checkpoint.document(f"{TOKENIZER_DIR}/{CHAT_TEMPLATE}")
+    return TrainedAdapters(
+        model.lora, tensors, None if template is None else template.decode("utf-8", "replace")
+    )
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:

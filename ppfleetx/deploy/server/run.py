@@ -147,6 +147,15 @@ def build_service(
         get_logger().info("adapter %r: rank %d, from %s", name, one.lora.rank, cfg.Serve.adapters[name])
     scheduler = Scheduler(generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, added)
     template = _chat_template(cfg, generator.tokenizer)
+    for name, one in (adapters or {}).items():
+        if one.template is not None and one.template != template.source:
+            get_logger().warning(
+                "adapter %r was trained with another chat template than the one that chats are written with; "
+                "Serve.chat_template names one for all, such as tokenizer/chat_template.jinja of a "
+                "checkpoint in %s",
+                name,
+                cfg.Serve.adapters[name],
+            )
     prompts = PromptReader(generator, template, cfg.Serve, scheduler)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, generator.tokenizer, int(time.time()))
 

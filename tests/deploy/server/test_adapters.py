@@ -43,7 +43,12 @@ TARGETS = {"fox": ("*.qkv", "*.fc1"), "owl": ("*",)}
 
 
 def write_adapters(
-    directory: Path, base: Path, seed: int, *targets: str, tokenizer: str | None = None
+    directory: Path,
+    base: Path,
+    seed: int,
+    *targets: str,
+    tokenizer: str | None = None,
+    template: str | None = None,
 ) -> Path:
     """A checkpoint of adapters alone, as a run with ``Model.lora.base`` saves it."""
     lora = {"rank": 3, "alpha": 12.0, "targets": list(targets), "base": str(base)}
@@ -56,7 +61,9 @@ def write_adapters(
         BASE: base_fingerprint(weights, [name for name in parameter_shapes(model) if ".lora." not in name]),
         "tokenizer": tokenizer or weights.manifest.fingerprints["tokenizer"],
     }
-    return save(directory, "F32", values, model.model_dump(mode="json"), fingerprints=fingerprints)
+    documents = {} if template is None else {"tokenizer/chat_template.jinja": template.encode()}
+    more = {"fingerprints": fingerprints, "documents": documents}
+    return save(directory, "F32", values, model.model_dump(mode="json"), **more)
 
 
 def save(directory: Path, dtype: str, arrays: dict[str, np.ndarray], model: dict, **more: object) -> Path:
@@ -75,7 +82,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, served_checkpoint: Path) 
     root = tmp_path_factory.mktemp("adapters")
     base = served_checkpoint / "run"
     return {
-        name: write_adapters(root / name, base, seed, *targets)
+        name: write_adapters(root / name, base, seed, *targets, template="x" if name == "owl" else None)
         for seed, (name, targets) in enumerate(TARGETS.items())
     }
 
@@ -97,6 +104,12 @@ def generator_of(served_checkpoint: Path, run: Path) -> Generator:
     tokenizer = f"Data.tokenizer.dir={served_checkpoint / 'run' / 'tokenizer'}"
     options = [f"Engine.save_load.ckpt_dir={run}", tokenizer]
     return load_generator(load_config(served_checkpoint / "config.yaml", options), ParallelContext.single())
+
+
+def test_an_adapter_of_another_chat_template_is_reported(server) -> None:
+    log = server._log.read_text()
+    assert "adapter 'owl' was trained with another chat template" in log
+    assert "adapter 'fox' was trained with another" not in log
 
 
 def test_each_adapter_answers_as_its_merged_weights_do(
@@ -181,6 +194,8 @@ def test_adapters_that_do_not_fit_are_refused(served_checkpoint, offline, tmp_pa
     assert found.lora.scale == 4.0
     with pytest.raises(CheckpointError, match="no such linear"):
         Adapters(offline.next_token_model).add("x", {"decoder.layers.7.mlp.fc1.lora.a": None}, scale=1.0)
+    assert found.template is None
+    assert read_adapters(write_adapters(tmp_path / "t", base, 0, "*", template="x"), base).template == "x"
     other = write_adapters(tmp_path / "other", base, 0, "*", tokenizer="of another text")
     with pytest.raises(CheckpointError, match="another tokenizer"):
         read_adapters(other, base)
