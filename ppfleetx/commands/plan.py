@@ -55,6 +55,13 @@ def run(options: Plan) -> None:
             cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
     if prediction is not None:
         _files(options, cfg, prediction)
+    asked = "--write" if options.write else "--report" if options.report else None
+    if prediction is None and asked is not None:
+        raise ConfigError(
+            f"there is nothing to write: {_text(options, None, found, cluster).splitlines()[-1]}",
+            key=asked,
+            value=options.write or options.report,
+        )
     if options.json:
         calibrated = {"calibration": calibration.splitlines()} if calibration else {}
         print(json.dumps({**_json(written, prediction, found, questions, options), **calibrated}))

@@ -30,7 +30,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
             "No plan fits: take more cards, or larger ones."
             if found.plans
             else f"No plan divides the model and the batch among {devices:,} cards: take another number "
-            f"of them."
+            f"of them{_usable(found)}."
         )
         return "\n".join([*lines, why])
     on_host = any(prediction.host for prediction in found.best)
@@ -55,6 +55,11 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
     return "\n".join(lines)
 
 
+def _usable(found: SearchResult) -> str:
+    fewer = f" ({found.fewer_cards:,} can be used)" if found.fewer_cards else ""
+    return f"{fewer}, or another batch (--batch {found.other_batch} divides)"
+
+
 def parameters_text(model: ModelConfig) -> str:
     """Return a string with the number of parameters and, for a mixture of experts, the number of active
     parameters."""
@@ -74,7 +79,7 @@ def account(prediction: Prediction) -> str:
         f"batches x {job.plan.data_size} data ranks",
         f"step        {middle:.3f} s, likely {low:.3f} to {high:.3f}; "
         f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}",
-        "time by part, of the fullest stage:",
+        "time by part, of the busiest stage:",
     ]
     lines += [f"  {name:<17} {seconds:10.4f} s" for name, seconds in time.parts.items() if seconds > 0]
     lines.append("memory by part, GiB:")
