@@ -76,8 +76,8 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
     Raises:
         ValueError: a batch size or the increment of the ramp is not a multiple of micro batch size x
-            data-parallel ranks, the ramp has no batch size below the full one, or the plan is not legal with
-            one of its batch sizes.
+            data-parallel ranks, the ramp has no batch size below the full one, or the plan has virtual
+            stages.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes
@@ -87,14 +87,15 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
             f"a ramp has batches below {job.global_batch} that are multiples of data ranks x micro batch = "
             f"{per_pass}" + ("" if wrong is None else f", not {wrong}")
         )
-    jobs = [replace(job, accumulate=size // per_pass) for size in sizes]
-    broken = next((found for one in jobs if (found := violations(one.plan, one.workload))), None)
-    if broken is not None:
-        raise ValueError(broken[0].rule)
+    if job.plan.virtual_pp_degree > 1:
+        raise ValueError(
+            "changes the number of micro batches, which the virtual-stage schedule depends on: vpp must be 1 "
+            f"(it is {job.plan.virtual_pp_degree})"
+        )
     each = ramp.samples / len(sizes)
     seconds = 0.0
-    for size, one in zip(sizes, jobs, strict=True):
-        seconds += each / size * step_time(one, cluster).seconds
+    for size in sizes:
+        seconds += each / size * step_time(replace(job, accumulate=size // per_pass), cluster).seconds
     return seconds, ramp.samples / job.global_batch * step_time(job, cluster).seconds
 
 

@@ -190,8 +190,8 @@ def test_other_numbers_of_cards_say_why_they_do_not_serve(capsys):
     assert "not a multiple of the 4 cards of a replica" in planned(capsys, *words[:-1], "6")
 
 
-def test_a_ramp_keeps_the_rules_of_the_plan(capsys):
-    with pytest.raises(ConfigError, match="multiple of pp_degree 4"):
+def test_a_ramp_is_refused_with_virtual_stages_as_in_training(capsys):
+    with pytest.raises(ConfigError, match="virtual-stage schedule"):
         planned(capsys, "--plan", "dp=2,pp=4,vpp=2,micro=1", "--batch", "96", "--ramp", "12,12,1000")
 
 

@@ -261,6 +261,8 @@ def test_a_card_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("mine:\n  base: A100-80GB\n  memory_gib: 60\n")
     assert load_card(str(path)).memory_gib == 60
+    path.write_text("base: A100-80GB\nmemory_gib: 60\n")
+    assert (load_card(str(path)).memory_gib, load_card(str(path)).name) == (60, "mine")
     path.write_text("mine:\n  base: A100-80GB\n  memory_gob: 60\n")
     with pytest.raises(ConfigError, match="memory_gob"):
         load_card(str(path))
