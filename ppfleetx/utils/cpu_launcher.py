@@ -136,6 +136,8 @@ def watch_launcher(argv: Sequence[str]) -> None:
         limit = start_timeout()
     except ConfigError as error:
         _end(EXIT_USER_ERROR, str(error))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the ranks save
     atexit.register(_end_with_conventional_code)
     threading.Thread(target=_watch, args=(limit,), name="launcher-watch", daemon=True).start()
 
