@@ -195,6 +195,18 @@ def test_a_ramp_is_refused_with_virtual_stages_as_in_training(capsys):
         planned(capsys, "--plan", "dp=2,pp=4,vpp=2,micro=1", "--batch", "96", "--ramp", "12,12,1000")
 
 
+def test_what_is_written_names_the_card_that_it_was_planned_for(capsys, tmp_path):
+    """The file's own card is a V100-32GB."""
+    (tmp_path / "mine.yaml").write_text("base: H100-80GB\nmemory_gib: 70\n")
+    for card in ("H100-80GB", str(tmp_path / "mine.yaml")):
+        path = tmp_path / f"plan_{Path(card).stem}.yaml"
+        planned(capsys, "--devices", "128", "--card", card, "--write", str(path), config=BIG)
+        assert load_config(path).Global.card == card
+    path = tmp_path / "own.yaml"
+    planned(capsys, "--plan", "dp=1", "--write", str(path), config=BIG)
+    assert load_config(path).Global.card == "V100-32GB"
+
+
 def test_without_a_plan_nothing_is_written(capsys, tmp_path):
     for option in ("--write", "--report"):
         with pytest.raises(ConfigError, match="nothing to write"):
