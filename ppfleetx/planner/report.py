@@ -47,6 +47,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
             f"{prediction.tokens_per_second:11,.0f} {prediction.mfu:6.1%} {time.bubble:7.1%} "
             f"{time.exposed_communication:8.3f}  {plan_text(prediction.job)}"
         )
+    lines.append(f"All compute in {found.best[0].job.precision.compute}.")
     if goal == "time":
         lines.append(
             "Ranked by 'up to': the time of plans whose tensor-parallel groups share a node and its network "
@@ -74,7 +75,8 @@ def account(prediction: Prediction) -> str:
     low, middle, high = time.interval
     lines = [
         f"plan        {plan_text(job)} on {job.plan.world_size} x {cluster.card.name}",
-        f"model       {parameters_text(job.model)}, sequences of {job.seq_len}",
+        f"model       {parameters_text(job.model)}, sequences of {job.seq_len}, computed in "
+        f"{job.precision.compute}",
         f"batch       {job.global_batch} sequences a step = {job.micro_batch} x {job.accumulate} micro "
         f"batches x {job.plan.data_size} data ranks",
         f"step        {middle:.3f} s, likely {low:.3f} to {high:.3f}; "

@@ -207,6 +207,14 @@ def test_what_is_written_names_the_card_that_it_was_planned_for(capsys, tmp_path
     assert load_config(path).Global.card == "V100-32GB"
 
 
+def test_the_type_of_products_is_said(capsys):
+    """With mix_precision.enable auto, a card without bfloat16 computes in float32."""
+    bfloat16 = ("-o", "Engine.mix_precision.dtype=bfloat16")
+    for card, words in (("V100-32GB", "float32"), ("A100-80GB", "bfloat16")):
+        text = planned(capsys, *bfloat16, "--card", card, "--devices", "8", "--explain")
+        assert f"All compute in {words}." in text and f"computed in {words}" in text
+
+
 def test_without_a_plan_nothing_is_written(capsys, tmp_path):
     for option in ("--write", "--report"):
         with pytest.raises(ConfigError, match="nothing to write"):
