@@ -3,6 +3,7 @@ Each rank writes its slices of the tensors; rank 0 writes the manifest, which li
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -122,7 +123,7 @@ class SharedSave:
                 try:
                     return act()
                 except OSError as error:
-                    raise CheckpointError(describe_os_error(error)) from error
+                    raise CheckpointError(describe_os_error(error) + _cure(error)) from error
         except UserError as error:
             raise CheckpointError(
                 f"checkpoint {self.path.name} could not be written to {self._output_dir}: {error}. "
@@ -373,3 +374,13 @@ def _started(act: Callable[[], Any]) -> Future:
 
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
     return future
+
+
+def _cure(error: OSError) -> str:
+    """Return what to do about a full disk; "" after another ``error``."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    return (
+        "; make room, or let Engine.save_load.keep_max delete older checkpoints (there must be room for one "
+        "more, because a new one is written before the oldest is deleted)"
+    )

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ def print_report(options: HangReport) -> None:
         ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
         print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
         return
-    print(explanation.sentence, "", *_table(reports), sep="\n")
+    written = datetime.fromtimestamp(max(report.written for report in reports.values())).astimezone()
+    print(explanation.sentence, "", *_table(reports), f"written {written:%Y-%m-%d %H:%M:%S %Z}", sep="\n")
 
 
 def _newest_reports(directory: Path) -> dict[int, Report]:

@@ -11,7 +11,7 @@ from ppfleetx.commands.options import positive_int, refuse_not_positive
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.parallel_plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.planner import ANY_CARD
+from ppfleetx.planner import ANY_CARD, shipped_cards
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, load_card
@@ -55,6 +55,13 @@ def run(options: Plan) -> None:
             cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
     if prediction is not None:
         _files(options, cfg, prediction)
+    asked = "--write" if options.write else "--report" if options.report else None
+    if prediction is None and asked is not None:
+        raise ConfigError(
+            f"there is nothing to write: {_text(options, None, found, cluster).splitlines()[-1]}",
+            key=asked,
+            value=options.write or options.report,
+        )
     if options.json:
         calibrated = {"calibration": calibration.splitlines()} if calibration else {}
         print(json.dumps({**_json(written, prediction, found, questions, options), **calibrated}))
@@ -143,6 +150,10 @@ def _batch(written: UnresolvedConfig, options: Plan) -> int:
 
 def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None:
     if options.write:
+        if options.card is not None:
+            card = options.card if options.card in shipped_cards() else str(Path(options.card).resolve())
+            sizes = cfg.Global.model_copy(update={"card": card})
+            cfg = cfg.model_copy(update={"Global": sizes})
         write_config(cfg, prediction.job, Path(options.write))
     if options.report:
         from ppfleetx.planner.plots import write_report

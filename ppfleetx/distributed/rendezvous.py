@@ -368,7 +368,7 @@ def _unreachable(first: str, error: OSError, seconds: float) -> RendezvousError:
         why = f"the name is not known here ({error.strerror})"
         fix = "give the address instead of the name, or add it to /etc/hosts of this machine"
     elif isinstance(error, ConnectionRefusedError):
-        why, fix = f"nobody listens there ({error.strerror})", "start it; is this its address and port?"
+        why, fix = f"nobody listens there ({error.strerror})", "start it, and compare its address and port"
     elif isinstance(error, TimeoutError):
         why = "nothing comes back"
         fix = "a firewall drops what goes to that port, or the address is of another network: open the port"

@@ -172,7 +172,7 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     connect to every other machine. Yields the rows of the report. All machines must run this check at the
     same time."""
     host, _, port = master.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isdigit() and 0 < int(port) < 65_536):
         yield fail(
             "--master", f"{master} is not HOST:PORT", "an address of the first machine, a free port of it"
         )

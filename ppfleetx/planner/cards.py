@@ -114,7 +114,8 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
     """Load the description of an accelerator card.
 
     Args:
-        name: a card in ``cards.yaml``, or a YAML file that describes exactly one card.
+        name: a card in ``cards.yaml``, or a YAML file that describes exactly one card, under its name or, as
+            the whole file, without one.
         key, asked_in: for error messages: the option or configuration key whose value is ``name``, and the
             place where it was set.
 
@@ -134,6 +135,8 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
         )
         raise ConfigError("there is no such card;", key=key, value=name, place=asked_in, hint=hint)
     own = _plain(read_yaml(Path(name), key=key, value=name, place=asked_in))
+    if isinstance(own.get("base"), str) or own.keys() & Card.model_fields.keys():
+        own = {Path(name).stem: own}  # the numbers of a card without its name
     if len(own) != 1:
         raise ConfigError(
             f"the file describes {len(own)} cards; give one", key=key, value=name, place=asked_in

@@ -84,7 +84,7 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
     size, stride = getattr(plan, axis), 1
     for name in cluster.axes[cluster.axes.index(axis) + 1 :]:
         stride *= getattr(plan, name)
-    return _group(size, stride, cluster.per_node)
+    return _group(size, stride, cluster.per_node, plan.world_size)
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
@@ -94,10 +94,15 @@ def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
     """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
-    return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
+    return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side), plan.world_size)
 
 
-def _group(size: int, stride: int, per_node: int) -> Group:
+def _group(size: int, stride: int, per_node: int, world_size: int) -> Group:
+    block = size * stride
+    if size > 1 and block <= per_node < world_size and per_node % block:
+        # Blocks of ranks do not fill a node: every few of them one lies on two nodes, and all wait for it. At
+        # each end of a node, its ``stride`` groups share the network.
+        return Group(size, -(-size // 2), min(per_node, 2 * stride))
     inside = max(1, min(size, per_node // stride))
     return Group(size, inside, max(1, per_node // inside))
 

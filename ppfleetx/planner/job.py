@@ -225,8 +225,13 @@ class Job:
     def kinds(self) -> tuple[Layer, ...]:
         return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
 
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether all pipeline stages have the same layers, apart from embedding and head."""
+        return len(self.kinds) == 1 and self.plan.pp_layers is None
+
     def layer_kinds(self, stage: int) -> dict[Layer, int]:
-        if len(self.kinds) == 1 and self.plan.pp_layers is None:
+        if self.has_equal_stages:
             return {self.kinds[0]: self.model.num_layers // self.plan.pp}
         return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
 

@@ -258,15 +258,17 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
         peak, grown = _pass_peak(
             runs, first=first, forward=forward, most_gradients=gradients, fetched_bytes=fetched
         )
-        logits_here = logits if last else 0.0
-        kept_here = max(0.0, beside) + kept
-        temporary = peak - kept - (grown if first else 0.0) + _rounded_weights(job, held)
+        beyond = peak - kept - (grown if first else 0.0)
+        # At a peak late in the backward pass, gradients have taken the place of activations, logits first.
+        gone = max(0.0, -beyond)
+        logits_here = max(0.0, logits - gone)
+        kept_here = max(0.0, beside) + kept - gone
         moments.append(
             {
                 "gradients": there + (grown if first else 0.0),
                 "activations": kept_here - logits_here,
                 "logits": logits_here,
-                "temporary": temporary,
+                "temporary": max(0.0, beyond) + _rounded_weights(job, held),
                 "buffers": 0.0,
             }
         )

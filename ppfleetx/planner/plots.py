@@ -59,7 +59,7 @@ def write_report(directory: Path, prediction: Prediction) -> list[Path]:
     pictures = [
         ("timeline", "The pipeline: who computes when", _draw_timeline),
         ("memory", "Memory of a device, by part and pipeline stage", _draw_memory),
-        ("step", "Time of a step, by part, on the fullest stage", _draw_step),
+        ("step", "Time of a step, by part, on the busiest stage", _draw_step),
     ]
     written, sections = [], []
     for name, words, draw in pictures if prediction.job.plan.pp > 1 else pictures[1:]:

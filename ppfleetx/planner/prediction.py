@@ -41,7 +41,7 @@ class Prediction:
         """The peak memory of the fullest rank in bytes, while the model is built or in a step."""
         plan = self.job.plan
         # Of equal stages, the first keeps the most activations, and the last has the logits.
-        stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
+        stages = {0, plan.pp - 1} if self.job.has_equal_stages else range(plan.pp)
         return max(stage_memory(self.job, self.cluster, stage).peak for stage in stages)
 
     @property

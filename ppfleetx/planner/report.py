@@ -30,7 +30,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
             "No plan fits: take more cards, or larger ones."
             if found.plans
             else f"No plan divides the model and the batch among {devices:,} cards: take another number "
-            f"of them."
+            f"of them{_usable(found)}."
         )
         return "\n".join([*lines, why])
     on_host = any(prediction.host for prediction in found.best)
@@ -47,12 +47,18 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
             f"{prediction.tokens_per_second:11,.0f} {prediction.mfu:6.1%} {time.bubble:7.1%} "
             f"{time.exposed_communication:8.3f}  {plan_text(prediction.job)}"
         )
+    lines.append(f"All compute in {found.best[0].job.precision.compute}.")
     if goal == "time":
         lines.append(
             "Ranked by 'up to': the time of plans whose tensor-parallel groups share a node and its network "
             "is less certain."
         )
     return "\n".join(lines)
+
+
+def _usable(found: SearchResult) -> str:
+    fewer = f" ({found.fewer_cards:,} can be used)" if found.fewer_cards else ""
+    return f"{fewer}, or another batch (--batch {found.other_batch} divides)"
 
 
 def parameters_text(model: ModelConfig) -> str:
@@ -69,12 +75,13 @@ def account(prediction: Prediction) -> str:
     low, middle, high = time.interval
     lines = [
         f"plan        {plan_text(job)} on {job.plan.world_size} x {cluster.card.name}",
-        f"model       {parameters_text(job.model)}, sequences of {job.seq_len}",
+        f"model       {parameters_text(job.model)}, sequences of {job.seq_len}, computed in "
+        f"{job.precision.compute}",
         f"batch       {job.global_batch} sequences a step = {job.micro_batch} x {job.accumulate} micro "
         f"batches x {job.plan.data_size} data ranks",
         f"step        {middle:.3f} s, likely {low:.3f} to {high:.3f}; "
         f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}",
-        "time by part, of the fullest stage:",
+        "time by part, of the busiest stage:",
     ]
     lines += [f"  {name:<17} {seconds:10.4f} s" for name, seconds in time.parts.items() if seconds > 0]
     lines.append("memory by part, GiB:")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ppfleetx.config.batch_sizes import Ramp
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.parallel_plan import violations
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job
@@ -75,7 +76,8 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
     Raises:
         ValueError: a batch size or the increment of the ramp is not a multiple of micro batch size x
-            data-parallel ranks, or the ramp has no batch size below the full one.
+            data-parallel ranks, the ramp has no batch size below the full one, or the plan has virtual
+            stages.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = ramp.sizes
@@ -84,6 +86,11 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
         raise ValueError(
             f"a ramp has batches below {job.global_batch} that are multiples of data ranks x micro batch = "
             f"{per_pass}" + ("" if wrong is None else f", not {wrong}")
+        )
+    if job.plan.virtual_pp_degree > 1:
+        raise ValueError(
+            "changes the number of micro batches, which the virtual-stage schedule depends on: vpp must be 1 "
+            f"(it is {job.plan.virtual_pp_degree})"
         )
     each = ramp.samples / len(sizes)
     seconds = 0.0
@@ -169,23 +176,38 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 def _scale_lines(prediction: Prediction, tokens: float, asked: RunCostOptions) -> list[str]:
     """Return a table of step time, days, card-hours and MFU for other numbers of cards, as a list of lines.
     Only ``dp`` changes; the other degrees and the global batch size stay the same."""
-    job, lines = (
-        prediction.job,
-        ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],
-    )
-    model_parallel = job.plan.world_size // job.plan.dp
+    lines = ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"]
     for cards in asked.scale:
-        per_pass = cards // model_parallel * job.plan.sharding * job.micro_batch
-        if cards % model_parallel or not per_pass or job.global_batch % per_pass:
-            reason = f"not a multiple of {model_parallel} cards, or more replicas than the batch can serve"
-            lines.append(f"{cards:8,} {reason}")
+        try:
+            other = Prediction(_scaled(prediction.job, cards), prediction.cluster)
+        except ValueError as error:
+            lines.append(f"{cards:8,} {error}")
             continue
-        plan = replace(job.plan, dp=cards // model_parallel)
-        other = Prediction(
-            replace(job, plan=plan, accumulate=job.global_batch // per_pass), prediction.cluster
-        )
         run = run_length(other, tokens)
         lines.append(
             f"{cards:8,} {other.time.seconds:9.3f} {run.days:9.2f} {run.card_hours:12,.0f} {other.mfu:6.1%}"
         )
     return lines
+
+
+def _scaled(job: Job, cards: int) -> Job:
+    """Return ``job`` with as many replicas as ``cards`` cards hold.
+
+    Raises:
+        ValueError: the cards or the batch do not divide, or the plan is not legal with the micro batches
+            that a replica has left.
+    """
+    replica = job.plan.world_size // job.plan.dp
+    if cards % replica:
+        raise ValueError(f"not a multiple of the {replica} cards of a replica")
+    plan = replace(job.plan, dp=cards // replica)
+    per_pass = plan.data_size * job.micro_batch
+    if job.global_batch % per_pass:
+        raise ValueError(
+            f"{job.global_batch} sequences a step cannot be split among {plan.data_size} data ranks in micro "
+            f"batches of {job.micro_batch}"
+        )
+    scaled = replace(job, plan=plan, accumulate=job.global_batch // per_pass)
+    if broken := violations(plan, scaled.workload):
+        raise ValueError(broken[0].rule)
+    return scaled

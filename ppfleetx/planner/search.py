@@ -19,6 +19,7 @@ from ppfleetx.utils.progress_bar import track
 
 MAX_CARDS = 131_072  # more than in any cluster today; a larger number is probably a typo
 _MAX_MICRO_BATCH = 64
+_TRIED_BELOW = 256  # numbers of cards that are tried where the given one has no plan
 _SIMULATED = 40  # number of candidates with the best estimates, which are simulated for the final ranking
 
 
@@ -35,6 +36,8 @@ class SearchResult:
         fit, unfit: the numbers of candidates that fit into memory and that do not fit.
         slower: the number of candidates that were too slow to be among the best. Their memory was not
             checked.
+        fewer_cards, other_batch: if there is no plan, the largest smaller number of cards with one (0: none
+            was found), and a batch size near the given one with one.
     """
 
     best: tuple[Prediction, ...] = ()
@@ -43,6 +46,8 @@ class SearchResult:
     fit: int = 0
     unfit: int = 0
     slower: int = 0
+    fewer_cards: int = 0
+    other_batch: int = 0
 
     @property
     def candidates(self) -> int:
@@ -106,6 +111,12 @@ def search(
     if goal == "time":
         best.sort(key=lambda prediction: prediction.likely_at_most)
     looking.found.best = tuple(best[:keep])
+    if not plans:
+        smaller = range(devices - 1, max(0, devices - 1 - _TRIED_BELOW), -1)
+        looking.found.fewer_cards = next(
+            (n for n in smaller if any(_plans(job, work, n, cluster.per_node))), 0
+        )
+        looking.found.other_batch = max(1, round(job.global_batch / devices)) * devices  # dp alone divides it
     return looking.found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from ppfleetx.config.parallel_plan import ParallelPlan
 from ppfleetx.models.gpt.spec import BlockSpec
 from ppfleetx.nn.cost import Operation, Recompute
 from ppfleetx.nn.mlp_spec import MoESpec
@@ -174,9 +175,10 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
     worst = max(range(plan.pp), key=lambda i: sum(f_seconds[i]) + sum(b_seconds[i]))
     spent = sum((*forward[worst], *backward[worst]), Passes()).times(job.accumulate)
     repeated = sum(p.total for p in again[worst]) * job.accumulate
-    messages = 2 * sent.seconds * job.accumulate * plan.virtual_pp_degree
+    messages = sent.seconds * job.accumulate * _num_messages(plan, worst)
     if job.overlaps_messages:
         messages = timeline.seconds - schedule(Messages(0.0)).seconds
+    messages = max(0.0, min(messages, timeline.seconds - spent.total))
     held = [held_parameters(job, stage) for stage in range(plan.pp)]
     ways = [PassSeconds(sum(f), sum(b)) for f, b in zip(f_seconds, b_seconds, strict=True)]
     gradients, update, values, after = _after_passes(
@@ -191,6 +193,13 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
     busy = sum(sum(f) + sum(b) for f, b in zip(f_seconds, b_seconds, strict=True)) * job.accumulate / plan.pp
     share = max(0.0, 1 - (busy + messages) / timeline.seconds) if plan.pp > 1 else 0.0
     return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share, spread(job, cluster))
+
+
+def _num_messages(plan: ParallelPlan, stage: int) -> int:
+    """Return the number of messages that a pipeline stage sends for one micro batch: outputs, except of the
+    model's last virtual stage, and gradients, except of its first."""
+    ends = (stage == 0) + (stage == plan.pp - 1)
+    return 2 * plan.virtual_pp_degree - ends if plan.pp > 1 else 0
 
 
 def estimate_seconds(job: Job, cluster: Cluster) -> float:

@@ -1,5 +1,5 @@
-"""Let SIGTERM and Ctrl-C stop a training run only after the current step, and all ranks after the same
-step."""
+"""Let SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C stop a training run only after the current step, and
+all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ppfleetx.utils.launcher_env import is_rank
 
 
 class StopRequest:
-    """Context manager in which SIGTERM and Ctrl-C only request that the run stop after the current step.
-    Ctrl-C after an earlier signal ends the process. The object is true once :meth:`agree` has decided that
-    the run must stop."""
+    """Context manager in which SIGTERM, SIGHUP and Ctrl-C only request that the run stop after the current
+    step. Ctrl-C after an earlier signal ends the process. An ignored SIGHUP (``nohup``) stays ignored. The
+    object is true once :meth:`agree` has decided that the run must stop."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -34,8 +34,9 @@ class StopRequest:
     def __enter__(self) -> Self:
         # Python delivers signals only to the main thread; in other threads the host program handles them.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

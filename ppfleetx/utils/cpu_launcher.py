@@ -126,15 +126,25 @@ def install(site_packages: Path | None = None) -> Path:
 
 def watch_launcher(argv: Sequence[str]) -> None:
     master = os.environ.get("PADDLE_MASTER") or option_of(argv, "--master")
-    if master is not None and not re.fullmatch(r"(etcd://)?[^:/]+:\d+", master):
-        rule = "not HOST:PORT, an address of the first node and a free port of it"
+    if master is not None and not _is_address(master):
+        rule = "not HOST:PORT, an address of the first node and a free port of it (1 to 65535)"
         _end(EXIT_USER_ERROR, f"--master {master}: {rule}")
+    nodes = os.environ.get("PADDLE_NNODES") or option_of(argv, "--nnodes")
+    if nodes is not None and not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+        _end(EXIT_USER_ERROR, f"--nnodes {nodes}: not the number of machines, an integer of at least 1")
     try:
         limit = start_timeout()
     except ConfigError as error:
         _end(EXIT_USER_ERROR, str(error))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the ranks save
     atexit.register(_end_with_conventional_code)
     threading.Thread(target=_watch, args=(limit,), name="launcher-watch", daemon=True).start()
+
+
+def _is_address(master: str) -> bool:
+    found = re.fullmatch(r"(etcd://)?[^:/]+:(\d{1,5})", master, re.ASCII)
+    return found is not None and 0 < int(found[2]) < 65_536
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:

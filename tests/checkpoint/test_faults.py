@@ -115,6 +115,7 @@ def test_a_disk_that_fails_at_any_point(tmp_path, number, same_name):
                 save(tmp_path, step=1 if same_name else 2, state={"step": 1})
             except CheckpointError as error:
                 assert os.strerror(number) in str(error) and "Earlier checkpoints" in str(error)
+                assert ("keep_max" in str(error)) is (number == errno.ENOSPC)
         if not disk.failed:
             break
         resolved = resolve_checkpoint(tmp_path, verify=True)

@@ -49,7 +49,11 @@ def test_nodes_that_meet_reach_each_other(monkeypatch):
 
 @pytest.mark.parametrize(
     ("master", "found"),
-    [("no.such.host.invalid:8000", "no.such.host.invalid is not known"), ("nothing", "HOST:PORT")],
+    [
+        ("no.such.host.invalid:8000", "no.such.host.invalid is not known"),
+        ("nothing", "HOST:PORT"),
+        ("127.0.0.1:99999", "HOST:PORT"),
+    ],
 )
 def test_a_master_that_nobody_knows_is_named(master, found):
     (row,) = network.examine_nodes(master, 2, 1.0, {})

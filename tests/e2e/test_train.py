@@ -110,7 +110,7 @@ def test_profiler_writes_a_trace_and_tables(tool: Tool, tmp_path: Path) -> None:
     ("overrides", "expected"),
     [
         (["Engine.save_load.ckpt_dir=/nowhere/at/all"], "/nowhere/at/all"),
-        (["Engine.save_load.resume=True"], "no complete checkpoint"),
+        (["Engine.save_load.resume=True"], "Engine.save_load.resume=auto begins a new run"),
         (["Data.Train.dataset.input_dir=/nowhere"], "/nowhere"),
         (["Data.Train.dataset.split=[0, 1, 0]"], "Train"),
         (["Distributed.mp_degree=2"], "mp 2"),

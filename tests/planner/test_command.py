@@ -125,7 +125,9 @@ def test_offload_is_tried_where_memory_is_short(capsys):
 
 def test_no_number_of_cards_is_too_odd_to_be_answered(capsys):
     assert json.loads(planned(capsys, "--devices", "7", "--json"))["plans"] == []
-    assert "take another number" in planned(capsys, "--devices", "7")
+    text = planned(capsys, "--devices", "7")
+    assert "take another number of them (6 can be used), or another batch (--batch 63 divides)" in text
+    assert json.loads(planned(capsys, "--devices", "7", "--batch", "63", "--json"))["plans"]
 
 
 def test_an_explained_plan_is_the_one_named(capsys):
@@ -172,8 +174,81 @@ def test_days_and_cost_follow_from_the_step(capsys):
         "--ramp",
         "32,8,800",
     )
-    for words in ("a million tokens", "The job fails every", "The ramp's 800 sequences", "not a multiple"):
+    for words in ("a million tokens", "The job fails every", "The ramp's 800 sequences", "cannot be split"):
         assert words in text
+
+
+def test_other_numbers_of_cards_say_why_they_do_not_serve(capsys):
+    """A replica is 4 cards, and its micro batches must be a multiple of the 4 stages."""
+    words = ("--plan", "dp=2,pp=4,vpp=2,micro=1", "--batch", "96", "--scale", "8,32,36,68,384")
+    lines = planned(capsys, *words).splitlines()
+    said = {line.split()[0]: line for line in lines if line.strip()}
+    assert "%" in said["8"] and "%" in said["32"]
+    assert "cannot be split among 9 data ranks" in said["36"]
+    assert "cannot be split among 17 data ranks" in said["68"]
+    assert "multiple of pp_degree 4" in said["384"]
+    assert "not a multiple of the 4 cards of a replica" in planned(capsys, *words[:-1], "6")
+
+
+def test_a_ramp_is_refused_with_virtual_stages_as_in_training(capsys):
+    with pytest.raises(ConfigError, match="virtual-stage schedule"):
+        planned(capsys, "--plan", "dp=2,pp=4,vpp=2,micro=1", "--batch", "96", "--ramp", "12,12,1000")
+
+
+def test_what_is_written_names_the_card_that_it_was_planned_for(capsys, tmp_path):
+    """The file's own card is a V100-32GB."""
+    (tmp_path / "mine.yaml").write_text("base: H100-80GB\nmemory_gib: 70\n")
+    for card in ("H100-80GB", str(tmp_path / "mine.yaml")):
+        path = tmp_path / f"plan_{Path(card).stem}.yaml"
+        planned(capsys, "--devices", "128", "--card", card, "--write", str(path), config=BIG)
+        assert load_config(path).Global.card == card
+    path = tmp_path / "own.yaml"
+    planned(capsys, "--plan", "dp=1", "--write", str(path), config=BIG)
+    assert load_config(path).Global.card == "V100-32GB"
+
+
+def test_the_type_of_products_is_said(capsys):
+    """With mix_precision.enable auto, a card without bfloat16 computes in float32."""
+    bfloat16 = ("-o", "Engine.mix_precision.dtype=bfloat16")
+    for card, words in (("V100-32GB", "float32"), ("A100-80GB", "bfloat16")):
+        text = planned(capsys, *bfloat16, "--card", card, "--devices", "8", "--explain")
+        assert f"All compute in {words}." in text and f"computed in {words}" in text
+
+
+def test_without_a_plan_nothing_is_written(capsys, tmp_path):
+    for option in ("--write", "--report"):
+        with pytest.raises(ConfigError, match="nothing to write"):
+            planned(capsys, "--devices", "7", option, str(tmp_path / "plan.yaml"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_fullest_stage_can_be_in_the_middle(capsys):
+    """Layers of the second stage alone keep their activations."""
+    recompute = (
+        "-o",
+        "Model.use_recompute=True",
+        "-o",
+        "Model.recompute_granularity=full",
+        "-o",
+        "Model.no_recompute_layers=[6,7,8,9,10,11]",
+    )
+    found = json.loads(planned(capsys, *recompute, "--plan", "dp=2,pp=4,micro=8", "--json"))
+    fullest = max(found["memory_gib"])
+    assert found["memory_gib"][1] == fullest
+    text = planned(capsys, *recompute, "--plan", "dp=2,pp=4,micro=8")
+    assert f"fullest rank {fullest:.1f} GiB" in text
+
+
+def test_no_part_of_memory_or_time_is_negative(capsys):
+    """Messages of slow networks count once for each stage that waits; late peaks have no activations."""
+    slow = ("--plan", "dp=1,pp=2,micro=1", "--network-gbps", "1", "--per-node", "1", "--json")
+    found = json.loads(planned(capsys, *slow))
+    assert min(found["step_parts_s"].values()) >= 0
+    parts = {name: value for name, value in found["step_parts_s"].items() if name != "recompute"}
+    assert sum(parts.values()) == pytest.approx(found["step_time_s"][1], rel=1e-4)
+    late = json.loads(planned(capsys, "--plan", "dp=1,sharding=64,micro=1", "--json"))
+    assert min(late["memory_parts_gib"][0].values()) >= 0
+    assert sum(late["memory_parts_gib"][0].values()) == pytest.approx(late["memory_gib"][0], abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,16 @@ def test_a_ring_moves_its_bytes_twice():
     assert seconds == pytest.approx(2 * 7 / 8 * 1e9 / card.link_bandwidth(8), rel=0.05)
 
 
+def test_a_group_that_lies_on_two_nodes_is_as_slow_as_their_network():
+    """Of 24 ranks in groups of 6, ranks 6 to 11 are on two nodes of 8 cards; 6 ranks alone are on one."""
+    card = load_card("A100-80GB")
+    split, whole = (group_of(ParallelPlan(dp=dp, mp=6), "mp", Cluster(card)) for dp in (4, 1))
+    assert split.leaves_node and not whole.leaves_node
+    assert (split.inside, split.sharing) == (3, 2)
+    filled = group_of(ParallelPlan(dp=4, mp=6), "mp", Cluster(card, per_node=12))
+    assert not filled.leaves_node and filled.sharing == 2
+
+
 @pytest.mark.parametrize("name", list(shipped_cards()))
 def test_shipped_cards_are_whole(name):
     card = load_card(name)
@@ -261,6 +271,8 @@ def test_a_card_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("mine:\n  base: A100-80GB\n  memory_gib: 60\n")
     assert load_card(str(path)).memory_gib == 60
+    path.write_text("base: A100-80GB\nmemory_gib: 60\n")
+    assert (load_card(str(path)).memory_gib, load_card(str(path)).name) == (60, "mine")
     path.write_text("mine:\n  base: A100-80GB\n  memory_gob: 60\n")
     with pytest.raises(ConfigError, match="memory_gob"):
         load_card(str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -197,6 +198,7 @@ def test_the_command_prints_sentence_and_ranks(tmp_path, capsys):
     assert lines[0].startswith(f"ranks 0-2 wait in {CALL}; rank 3 never arrived and wrote no report: ")
     assert lines[2].startswith("rank 0 on node0, step 7: waits in all_reduce #5 of the mp group [0..3]")
     assert lines[5] == "rank 3: no report"
+    assert re.fullmatch(r"written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+", lines[6])
     call("hang-report", [str(tmp_path / "hang"), "--json"])
     told_again = json.loads(capsys.readouterr().out)
     assert told_again["sentence"] == lines[0]

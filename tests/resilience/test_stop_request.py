@@ -42,3 +42,14 @@ def test_without_a_signal_the_former_handler_is_back(installed: list[object]) ->
     with StopRequest():
         pass
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_lost_terminal_stops_the_run_unless_it_is_ignored(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal_name == (None if ignored else "SIGHUP")
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -143,10 +143,18 @@ def test_the_wait_for_another_node_ends(launch, host: str, limit: str, words: li
         assert text.replace("PORT", str(port)) in output
 
 
-def test_a_master_without_a_port_is_refused(launch) -> None:
-    code, output = ended(launch("--nnodes", "2", "--master", "127.0.0.1"))
+@pytest.mark.parametrize("master", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:0"])
+def test_a_master_without_a_port_is_refused(launch, master: str) -> None:
+    code, output = ended(launch("--nnodes", "2", "--master", master))
     assert code == 2
-    assert output.startswith("error: --master 127.0.0.1: not HOST:PORT") and output.count("\n") == 1
+    assert output.startswith(f"error: --master {master}: not HOST:PORT") and output.count("\n") == 1
+
+
+@pytest.mark.parametrize("nodes", ["two", "0", "1.5"])
+def test_a_wrong_number_of_nodes_is_refused(launch, nodes: str) -> None:
+    code, output = ended(launch("--nnodes", nodes, "--master", "127.0.0.1:8000"))
+    assert code == 2
+    assert output.startswith(f"error: --nnodes {nodes}: not the number") and output.count("\n") == 1
 
 
 def test_nodes_that_meet_are_left_alone(launch) -> None:

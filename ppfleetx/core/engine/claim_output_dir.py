@@ -52,7 +52,11 @@ def lock_output_dir(cfg: RunConfig, stack: contextlib.ExitStack) -> None:
     ConfigError if the directory cannot be used."""
     check_start(cfg)
     output_dir = output_dir_of(cfg)
-    busy = directory_error(cfg, "another run is training in this directory")
+    busy = directory_error(
+        cfg,
+        "another run is training in this directory; wait until it has ended, or give this run another "
+        "directory with -o Engine.save_load.output_dir=DIR",
+    )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))

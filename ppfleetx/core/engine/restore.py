@@ -291,7 +291,14 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
         return newest_good(output_dir, verify=options.verify, is_eligible=is_eligible)
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
-    checkpoint = _open(str(output_dir), options)
+    try:
+        checkpoint = _open(str(output_dir), options)
+    except CheckpointError as error:
+        if newest_complete(output_dir) is not None:
+            raise
+        raise CheckpointError(
+            f"{RESUME} = True: {error}; {RESUME}=auto begins a new run where there is none"
+        ) from error
     if not is_eligible(checkpoint):
         raise CheckpointError(
             f"the run in {output_dir} has no checkpoint yet, and {checkpoint.path} is another run's; "
