@@ -123,7 +123,7 @@ class SharedSave:
                 try:
                     return act()
                 except OSError as error:
-                    raise CheckpointError(describe_os_error(error) + _cure(error)) from error
+                    raise CheckpointError(describe_os_error(error) + _how_to_make_room(error)) from error
         except UserError as error:
             raise CheckpointError(
                 f"checkpoint {self.path.name} could not be written to {self._output_dir}: {error}. "
@@ -376,7 +376,7 @@ def _started(act: Callable[[], Any]) -> Future:
     return future
 
 
-def _cure(error: OSError) -> str:
+def _how_to_make_room(error: OSError) -> str:
     """Return what to do about a full disk; "" after another ``error``."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
