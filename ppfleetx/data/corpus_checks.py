@@ -13,7 +13,7 @@ from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.config.message_text import counted
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
-from ppfleetx.data.indexed_dataset import IndexedDataset, TokenStore
+from ppfleetx.data.indexed_dataset import IndexedDataset, TokenStore, no_corpus
 from ppfleetx.data.tokenized_corpus import find_prefixes, open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
@@ -106,7 +106,7 @@ def all_damage(prefix: str) -> tuple[list[str], bool]:
     corpus has checksums. Without checksums, damaged token ids are not found. Raises MissingDataError if the
     corpus does not exist."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
-        raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
+        raise no_corpus(prefix)
     has_checksums = checksums_path(prefix).exists()
     try:
         found = _damaged_blocks(prefix) if has_checksums else []

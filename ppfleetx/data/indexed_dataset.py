@@ -19,6 +19,7 @@ A document can have any number of sequences (sentences). Sequences are the units
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import mmap
 import os
@@ -147,6 +148,16 @@ def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
 
+def no_corpus(prefix: str) -> MissingDataError:
+    """Return the error that there are no files with ``prefix``. It names a corpus whose name begins so:
+    ``preprocess`` appends the JSON key and ``_document`` to its ``--output-prefix``."""
+    longer = sorted(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}*.idx"))
+    meant = f" (there is {longer[0].with_suffix('')})" if longer else ""
+    return MissingDataError(
+        f"no corpus at {prefix}: neither {bin_path(prefix)} nor {idx_path(prefix)} exists{meant}"
+    )
+
+
 class IndexedDataset(TokenStore):
     """A corpus in Megatron-LM's format, a memory-mapped ``.bin`` / ``.idx`` pair. ``prefix`` is the common
     path of both files, with or without suffix. Raises DataError if a file is missing, damaged or not
@@ -160,9 +171,7 @@ class IndexedDataset(TokenStore):
             there, missing = (bin_path, idx_path) if bin_path(text).is_file() else (idx_path, bin_path)
             raise DataError(f"{there(text)} exists but its partner {missing(text)} does not")
         if not idx_path(text).is_file():
-            raise MissingDataError(
-                f"no corpus at {text}: neither {bin_path(text)} nor {idx_path(text)} exists"
-            )
+            raise no_corpus(text)
         dtype, sizes, byte_offsets, document_indices = _read_index(idx_path(text))
         _check_index(text, dtype, sizes, byte_offsets, document_indices)
         super().__init__(

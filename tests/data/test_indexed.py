@@ -121,6 +121,12 @@ def test_damage_is_found_when_opened(toy_prefix: str, damage, message: str) -> N
         IndexedDataset(toy_prefix)
 
 
+def test_a_part_of_a_name_leads_to_the_whole(toy_prefix: str) -> None:
+    """preprocess appends to the name that is given."""
+    with pytest.raises(DataError, match=rf"no corpus at .* \(there is {toy_prefix}\)"):
+        IndexedDataset(toy_prefix[:-2])
+
+
 def test_nothing_is_visible_before_finalize_and_nothing_stays_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"), IndexedDatasetWriter(tmp_path / "x", "u2") as writer:
         writer.add_document([1, 2], [2])
