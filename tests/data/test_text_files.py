@@ -147,6 +147,7 @@ def test_patterns_name_files_in_their_order(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(b'[{"text": "x"}]'), "is a JSON array"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "is in UTF-16"),
     ],
+    ids=["parquet", "gzip", "array", "compressed array", "utf-16"],
 )
 def test_formats_without_texts_are_named(tmp_path, tokenizer, name, content, words) -> None:
     (tmp_path / name).write_bytes(content)
