@@ -24,7 +24,7 @@ _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
 _PACKED_BYTES = 2048  # compressed bytes read at a time, which decompress to at most about 64 MB
 _BLOCK_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"  # Windows programs write it at the start of a file
+BOM = b"\xef\xbb\xbf"  # a byte order mark, which Windows programs write at the start of a file
 _FIELDS_NAMED = 10  # fields listed in an error message
 
 
@@ -144,7 +144,7 @@ def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tup
         while block := file.read(_BLOCK_BYTES):
             see(block)
             if not number and not pending:
-                block = block.removeprefix(_BOM)
+                block = block.removeprefix(BOM)
             first, *lines = block.split(b"\n")
             pending.append(first)
             if lines:
