@@ -135,10 +135,9 @@ class _ZstdFile:
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
-    feed). A carriage return before the line feed is kept, a byte order mark at the start is not.
-    ``see(block)`` is called with each block of bytes
-    that is read, for example to hash the file. Raises DataError if the file cannot be read, is damaged or is
-    truncated."""
+    feed). A carriage return before the line feed is kept; a byte order mark at the start is removed.
+    ``see(block)`` is called with each block of bytes that is read, for example to hash the file. Raises
+    DataError if the file cannot be read, is damaged or is truncated."""
     number, pending = 0, []
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):

@@ -110,4 +110,4 @@ def test_a_tokenizer_is_trained(tmp_path, capsys):
     with pytest.raises(UserError, match="--overwrite"):
         run("tokenizer", *options)
     run("tokenizer", *options[:3], 5000, "--output", tmp_path / "large")
-    assert "(the text has no pairs for 5,000)" in capsys.readouterr().out
+    assert "(the text has too few pairs for 5,000)" in capsys.readouterr().out
