@@ -46,7 +46,7 @@ def test_megatrons_options_of_preprocessing(tmp_path: Path) -> None:
     more = ["--dataset-impl", "mmap", "--log-interval", 100, "--workers", 1, "--tokenizer-type"]
     run(*given, "--tokenizer-model", TOKENIZERS / "gpt2", *more, "HuggingFaceTokenizer")
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens
-    with pytest.raises(ConfigError, match="begin each document with this tokenizer.s BOS"):
+    with pytest.raises(ConfigError, match="begin each document with this tokenizer's BOS"):
         run(*given, "--overwrite", "--tokenizer", TOKENIZERS / "llama3", *more, "HuggingFaceTokenizer")
 
 
