@@ -108,8 +108,8 @@ class Prepare(Command):
         tokenizer = self.load_tokenizer()
         if self.tokenizer_type == "HuggingFaceTokenizer" and tokenizer.prefix_ids:
             raise ConfigError(
-                "begins each document with this tokenizer's BOS in Megatron-LM, and a corpus made here has "
-                "none. Leave the option out for such a corpus",
+                "makes Megatron-LM begin each document with this tokenizer's BOS, and this program never "
+                "does. Leave out the option to make a corpus without BOS",
                 key="--tokenizer-type",
                 value=self.tokenizer_type,
             )

@@ -48,5 +48,5 @@ class TrainTokenizer(Command):
         tokenizer.save(self.output)
         what = f"{tokenizer.vocab_size:,} tokens, end of document {tokenizer.eod_id}"
         if tokenizer.vocab_size < self.vocab_size:
-            what += f" (the text has no pairs for {self.vocab_size:,})"
+            what += f" (the text has too few pairs for {self.vocab_size:,})"
         print(f"tokenizer with {what}: {self.output}")

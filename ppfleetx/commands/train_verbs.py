@@ -283,8 +283,9 @@ class Supervise(Command):
 
     Each start gets `-o Engine.save_load.resume=auto`, unless the command sets it already, so it continues
     from the newest complete checkpoint. A restart waits until all processes of the previous start have ended.
-    The command is not restarted after a mistake of the user (exit code 2) or Ctrl-C (130). SIGTERM and Ctrl-C
-    are passed on and also end the supervisor. No process that the command started is left running.
+    The command is not restarted after a mistake of the user (exit code 2) or Ctrl-C (130). SIGTERM,
+    SIGHUP and Ctrl-C are passed on and also end the supervisor. No process that the command started is left
+    running.
     """
 
     max_restarts: int = option("how often to restart at most (default: 3)", default=3)

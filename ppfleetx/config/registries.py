@@ -103,8 +103,8 @@ class NormTraits:
     def __post_init__(self) -> None:
         if isinstance(self.parameters, str) or not {*self.parameters} <= {"weight", "bias"}:
             raise ConfigError(
-                f"NormTraits(parameters={self.parameters!r}): a norm has ('weight',), ('bias',), both or (); "
-                "name its parameters so"
+                f"NormTraits(parameters={self.parameters!r}): must be a tuple with the names 'weight' and "
+                "'bias', or one of them, or none. A norm has no other parameters"
             )
 
 

@@ -201,7 +201,7 @@ def _other(path: Path) -> str | None:
         return None if inner is None else f"{path} is Hugging Face's cache of a model: {inner}"
     if _has(path, ("model.pdiparams", "rank_0/model.pdiparams")):
         return (
-            f"{path} is an exported program. It is run by ppfleetx infer (Inference.model_dir); for all "
-            "else, name the checkpoint that it was made from"
+            f"{path} is an exported program. It is run by ppfleetx infer (Inference.model_dir); for "
+            "anything else, name the checkpoint that it was made from"
         )
     return None

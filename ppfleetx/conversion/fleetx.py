@@ -22,12 +22,11 @@ from ppfleetx.utils.log import get_logger
 MODEL_FILE = "model.pdparams"
 _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
 _WRAPPERS = ("_layers.", "_layer.", "module.", "model.", "gpt.")
-
-
 # What paddle.nn.quant.quant_layers adds to a quantized layer: scales, and learned limits.
 _OF_PADDLESLIM = re.compile(
     r"\._(fake_quant_(weight|input|output)|ma_output_scale|(act|weight)_preprocess)\."
 )
+
 # Parameters of a layer: FleetX's name -> our name.
 _IN_LAYER = {
     "norm1": "input_norm",
@@ -128,8 +127,8 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyT
     left_out = [name for name in tensors if _OF_PADDLESLIM.search(name)]
     if left_out:
         get_logger().info(
-            f"{path} was trained with PaddleSlim's quantization: its weights are taken, and "
-            f"{counted(len(left_out), 'number')} of its quantizers, such as {left_out[0]}, are not"
+            f"{path} was trained with PaddleSlim's quantization: its weights are read, and "
+            f"{counted(len(left_out), 'tensor')} of its quantizers, such as {left_out[0]}, left out"
         )
     for name, tensor in tensors.items():
         if _OF_PADDLESLIM.search(name):

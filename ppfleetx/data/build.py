@@ -122,8 +122,8 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
 
 
 def _check_own_dataset(dataset: Dataset, cfg: RunConfig, mode: Mode) -> None:
-    """Raise ConfigError if a plugin's dataset is empty, or if its first sample or its padding sample cannot
-    be used. Without this check, the network or the loss would fail later."""
+    """Raise ConfigError if a plugin's dataset is empty, or if its first sample or, for an evaluation, its
+    padding sample cannot be used. Without this check, the network or the loss would fail later."""
     section = getattr(cfg.Data, mode).dataset
     key = f"Data.{mode}.dataset.name"
 
@@ -132,17 +132,17 @@ def _check_own_dataset(dataset: Dataset, cfg: RunConfig, mode: Mode) -> None:
 
     if len(dataset) < 1:
         refuse("the data set has no samples")
-    for index in (0, PADDING):
+    own_task = not str(MODULES.target(cfg.Model.module)).startswith("ppfleetx.")
+    for index in (0,) if mode == "Train" else (0, PADDING):
         sample, which = dataset[index], f"sample {index} of the data set"
         if not isinstance(sample, Mapping):
             refuse(f"{which} must be a mapping of names to arrays, not {type(sample).__name__}")
-        own_task = not str(MODULES.target(cfg.Model.module)).startswith("ppfleetx.")
         lacks = [name for name in _SAMPLE if name not in sample]
         if lacks and not own_task:
             refuse(f"{which} must have {', '.join(_SAMPLE)}; it lacks {', '.join(lacks)}")
-        for name in sorted({*_SAMPLE} & {*sample}):
+        for name in () if own_task else _SAMPLE:
             shape = np.shape(sample[name])
-            if shape != (section.max_seq_len,) and not own_task:
+            if shape != (section.max_seq_len,):
                 wanted = f"the shape [{section.max_seq_len}] (max_seq_len)"
                 refuse(f"{name} of {which} must have {wanted}, not {[*shape]}")
         ids, last = np.asarray(sample.get("tokens", ())), cfg.Model.vocab_size - 1
@@ -150,8 +150,8 @@ def _check_own_dataset(dataset: Dataset, cfg: RunConfig, mode: Mode) -> None:
             refuse(
                 f"{which} has token ids from {ids.min()} to {ids.max()}; Model.vocab_size allows 0 to {last}"
             )
-    if mode != "Train" and np.any(sample.get("loss_mask", 0.0)):
-        refuse(f"{which} fills the last batch of an evaluation: its loss_mask must be zeros")
+        if index == PADDING and np.any(sample.get("loss_mask", 0.0)):
+            refuse(f"{which} fills the last batch of an evaluation: its loss_mask must be zeros")
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:

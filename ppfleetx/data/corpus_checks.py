@@ -210,8 +210,8 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = _MOS
         if highest >= vocab_size or lowest < 0:
             if lowest < 0:
                 raise DataError(
-                    f"{corpus.prefix} holds the token id {lowest}. Ids are at least 0: it is damaged, or "
-                    "was written with a too small type of integers"
+                    f"{corpus.prefix} holds the token id {lowest}, and ids are at least 0. The corpus is "
+                    "damaged, or was written with an integer type that is too small"
                 )
             raise DataError(
                 f"{corpus.prefix} holds the token id {highest}, and the model has ids 0 to {vocab_size - 1} "

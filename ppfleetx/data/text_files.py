@@ -24,7 +24,7 @@ _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
 _PACKED_BYTES = 2048  # compressed bytes read at a time, which decompress to at most about 64 MB
 _BLOCK_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"  # Windows programs write it at the start of a file
+BOM = b"\xef\xbb\xbf"  # a byte order mark, which Windows programs write at the start of a file
 _FIELDS_NAMED = 10  # fields listed in an error message
 
 
@@ -135,16 +135,15 @@ class _ZstdFile:
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, compressed or not, as pairs (line number from 1, line without its line
-    feed). A carriage return before the line feed is kept, a byte order mark at the start is not.
-    ``see(block)`` is called with each block of bytes
-    that is read, for example to hash the file. Raises DataError if the file cannot be read, is damaged or is
-    truncated."""
+    feed). A carriage return before the line feed is kept; a byte order mark at the start is removed.
+    ``see(block)`` is called with each block of bytes that is read, for example to hash the file. Raises
+    DataError if the file cannot be read, is damaged or is truncated."""
     number, pending = 0, []
     with TextFile(path) as file:
         while block := file.read(_BLOCK_BYTES):
             see(block)
             if not number and not pending:
-                block = block.removeprefix(_BOM)
+                block = block.removeprefix(BOM)
             first, *lines = block.split(b"\n")
             pending.append(first)
             if lines:

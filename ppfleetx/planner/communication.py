@@ -100,8 +100,8 @@ def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 def _group(size: int, stride: int, per_node: int, world_size: int) -> Group:
     block = size * stride
     if size > 1 and block <= per_node < world_size and per_node % block:
-        # Blocks of ranks do not fill a node: every few of them one lies on two nodes, and all wait for it. At
-        # each end of a node, its ``stride`` groups share the network.
+        # A node does not hold a whole number of such blocks, so some blocks lie on two nodes, and the others
+        # wait for them. A node has one at each end, whose ``stride`` groups share its network.
         return Group(size, -(-size // 2), min(per_node, 2 * stride))
     inside = max(1, min(size, per_node // stride))
     return Group(size, inside, max(1, per_node // inside))

@@ -47,7 +47,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
             f"{prediction.tokens_per_second:11,.0f} {prediction.mfu:6.1%} {time.bubble:7.1%} "
             f"{time.exposed_communication:8.3f}  {plan_text(prediction.job)}"
         )
-    lines.append(f"All compute in {found.best[0].job.precision.compute}.")
+    lines.append(f"All plans compute in {found.best[0].job.precision.compute}.")
     if goal == "time":
         lines.append(
             "Ranked by 'up to': the time of plans whose tensor-parallel groups share a node and its network "

@@ -11,6 +11,13 @@ from typing import Self
 from ppfleetx.utils.launcher_env import is_rank
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a command to stop: SIGTERM, SIGINT and, unless it is ignored (``nohup``),
+    SIGHUP."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
+
+
 class StopRequest:
     """Context manager in which SIGTERM, SIGHUP and Ctrl-C only request that the run stop after the current
     step. Ctrl-C after an earlier signal ends the process. An ignored SIGHUP (``nohup``) stays ignored. The
@@ -34,9 +41,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         # Python delivers signals only to the main thread; in other threads the host program handles them.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._handle)
+            for number in stop_signals():
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.resilience.stop_request import stop_signals
 from ppfleetx.utils.end_processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.log import configure_logging, get_logger
@@ -131,8 +132,8 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Context manager that yields an empty list, to which the caller adds child processes. Inside, SIGTERM
-    and SIGINT set ``stop`` and are forwarded to the process groups of these children."""
+    """Context manager that yields an empty list, to which the caller adds child processes. Inside,
+    `stop_signals` set ``stop`` and are forwarded to the process groups of these children."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:
@@ -140,7 +141,7 @@ def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen
         for child in children:
             _signal_group(child, number)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield children
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -115,7 +116,8 @@ class _TerminalBar:
         self._progress.start()
 
     def stop(self) -> None:
-        self._progress.stop()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._progress.stop()
 
     def advance(self, amount: float, text: str | None) -> None:
         fields = {} if text is None else {"text": text}

@@ -101,7 +101,7 @@ def test_what_a_part_lacks_is_named(colours: Registry) -> None:
 
 @pytest.mark.parametrize("names", ["weight", ("gain",), ("weight", "scale")])
 def test_a_norm_has_weight_and_bias(names: Any) -> None:
-    with pytest.raises(ConfigError, match=r"NormTraits\(parameters=.*both or \(\)"):
+    with pytest.raises(ConfigError, match=r"NormTraits\(parameters=.*must be a tuple"):
         registries.NormTraits(parameters=names)
 
 

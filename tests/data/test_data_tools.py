@@ -46,7 +46,7 @@ def test_megatrons_options_of_preprocessing(tmp_path: Path) -> None:
     more = ["--dataset-impl", "mmap", "--log-interval", 100, "--workers", 1, "--tokenizer-type"]
     run(*given, "--tokenizer-model", TOKENIZERS / "gpt2", *more, "HuggingFaceTokenizer")
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens
-    with pytest.raises(ConfigError, match="BOS in Megatron-LM, and a corpus made here has none"):
+    with pytest.raises(ConfigError, match="begin each document with this tokenizer's BOS"):
         run(*given, "--overwrite", "--tokenizer", TOKENIZERS / "llama3", *more, "HuggingFaceTokenizer")
 
 
@@ -110,4 +110,4 @@ def test_a_tokenizer_is_trained(tmp_path, capsys):
     with pytest.raises(UserError, match="--overwrite"):
         run("tokenizer", *options)
     run("tokenizer", *options[:3], 5000, "--output", tmp_path / "large")
-    assert "(the text has no pairs for 5,000)" in capsys.readouterr().out
+    assert "(the text has too few pairs for 5,000)" in capsys.readouterr().out

@@ -67,6 +67,16 @@ def test_what_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch, change: An
         built(monkeypatch, Mine(change), "Eval")
 
 
+def test_training_does_not_ask_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_its_samples(sample: dict[str, Any], index: int) -> dict[str, Any]:
+        if index < 0:
+            raise IndexError(index)
+        return sample
+
+    mine = Mine(only_its_samples)
+    assert built(monkeypatch, mine, "Train") is mine
+
+
 def test_an_empty_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="has no samples"):
         built(monkeypatch, Mine(lambda sample, index: sample, size=0), "Train")

@@ -212,7 +212,7 @@ def test_the_type_of_products_is_said(capsys):
     bfloat16 = ("-o", "Engine.mix_precision.dtype=bfloat16")
     for card, words in (("V100-32GB", "float32"), ("A100-80GB", "bfloat16")):
         text = planned(capsys, *bfloat16, "--card", card, "--devices", "8", "--explain")
-        assert f"All compute in {words}." in text and f"computed in {words}" in text
+        assert f"All plans compute in {words}." in text and f"computed in {words}" in text
 
 
 def test_without_a_plan_nothing_is_written(capsys, tmp_path):

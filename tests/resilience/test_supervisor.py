@@ -142,21 +142,25 @@ sys.exit(5 if alive else 0)
     assert end.exists() == (how == "late")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_reaches_the_command_and_ends_the_supervisor(tmp_path: Path, number: signal.Signals) -> None:
     """When the supervisor is killed, its command gets SIGTERM."""
     action = (
         "import signal\n"
         "def stop(*_):\n"
         f"    pathlib.Path({str(tmp_path / 'stopped')!r}).touch(); sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGINT, stop)\n"
+        "for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(one, stop)\n"
         f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
         "time.sleep(60)"
     )
     before = children()
     command = [sys.executable, SUPERVISE, "--backoff", "0.05", "--", sys.executable, "-c"]
     command += [COUNTING.format(action=action), str(tmp_path / "starts")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also if the tests run under nohup
+    )
     wait_for((tmp_path / "ready").exists)
     process.send_signal(number)
     process.wait(30)

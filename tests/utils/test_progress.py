@@ -100,3 +100,14 @@ def test_a_notebook_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
     (lines,) = drawn
     assert lines[0].startswith("counting: 0%, 0/4 letter")
     assert lines[-1].startswith("counting: 100%, 4/4 letter, ")
+
+
+def test_a_bar_on_a_terminal_that_is_gone_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = pty.openpty()
+    stream = os.fdopen(slave, "w")
+    with contextlib.redirect_stderr(stream), ProgressBar("training", total=3, unit="step", show=True) as bar:
+        os.close(master)
+        bar.advance(1)
+    with contextlib.suppress(OSError):
+        stream.close()

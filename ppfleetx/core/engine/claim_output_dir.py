@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
+from ppfleetx.checkpoint.model_only import find_tokenizer_dir
 from ppfleetx.checkpoint.output_dir import (
     delete_checkpoint,
     describe_os_error,
@@ -247,7 +248,8 @@ def _with_lasting_tokenizer(cfg: RunConfig, output_dir: Path) -> RunConfig:
     tokenizer, start = cfg.Data.tokenizer, cfg.Engine.save_load.init_from
     if tokenizer is None or tokenizer.dir is None or start is None:
         return cfg
-    if Path(tokenizer.dir).resolve().parent not in (Path(start).resolve(), Path(start).resolve().parent):
+    of_weights = [find_tokenizer_dir(path) for path in _checkpoint_at(start)]
+    if Path(tokenizer.dir).resolve() not in (place.resolve() for place in of_weights if place is not None):
         return cfg
     tokenizer = tokenizer.model_copy(update={"dir": str(output_dir / "tokenizer")})
     return cfg.model_copy(update={"Data": cfg.Data.model_copy(update={"tokenizer": tokenizer})})

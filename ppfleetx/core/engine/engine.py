@@ -109,8 +109,8 @@ class Engine:
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
-        """Train until ``max_steps`` optimizer steps are done, then save a checkpoint. SIGTERM or Ctrl-C on
-        any rank ends the run after the current step, and also saves a checkpoint.
+        """Train until ``max_steps`` optimizer steps are done, then save a checkpoint. SIGTERM, SIGHUP or
+        Ctrl-C on any rank ends the run after the current step, and also saves a checkpoint.
 
         Raises:
             UserError: on all ranks, for example if the loss is not finite or a checkpoint cannot be saved.
@@ -156,7 +156,7 @@ class Engine:
             )
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Evaluate each evaluation set, then call the callbacks. Returns None if SIGTERM or Ctrl-C stopped
+        """Evaluate each evaluation set, then call the callbacks. Returns None if a signal stopped
         the evaluation. Raises UserError if a set has no token that counts in the loss."""
         records = []
         with PROGRESS.at(EVALUATING):

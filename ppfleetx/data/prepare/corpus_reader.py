@@ -13,6 +13,7 @@ from typing import Literal
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.text_files import (
+    BOM,
     MAX_DOCUMENT_BYTES,
     TextFile,
     is_packed,
@@ -112,7 +113,6 @@ CHUNK_BYTES = 2 << 20
 MOST_SKIPPED = 300_000
 """Maximum number of documents without text at the start of a corpus. After more, reading stops, because the
 key is probably wrong."""
-_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -248,13 +248,13 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
     if chunk.kind == "file":
         for path in chunk.paths:
             content = read_file(path, chunk.max_document_bytes)
-            yield None if content is None else content.removeprefix(_BOM)
+            yield None if content is None else content.removeprefix(BOM)
     elif chunk.data is None:
         yield None
     elif chunk.kind == "paragraph":
-        yield from paragraphs(chunk.data.removeprefix(_BOM))
+        yield from paragraphs(chunk.data.removeprefix(BOM))
     else:
-        lines = chunk.data.removeprefix(_BOM).split(b"\n")
+        lines = chunk.data.removeprefix(BOM).split(b"\n")
         if not lines[-1]:
             lines.pop()
         for line in lines:
@@ -279,7 +279,7 @@ def why_without_text(sources: Sequence[Source]) -> str:
     with TextFile(first.path) as file:
         begin = file.read(64)
     found = next((name for magic, name in _FORMATS.items() if begin.startswith(magic)), None)
-    if found is None and first.kind == "json" and begin.removeprefix(_BOM).lstrip().startswith(b"["):
+    if found is None and first.kind == "json" and begin.removeprefix(BOM).lstrip().startswith(b"["):
         found = "a JSON array; a document must be a line, as `jq -c '.[]' FILE.json > FILE.jsonl` writes it"
     return "" if found is None else f"{first.path} is {found}"
 

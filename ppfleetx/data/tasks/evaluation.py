@@ -217,8 +217,8 @@ def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
 def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> SlidingWindows:
     if ".jsonl" in Path(cfg.eval_path).suffixes:
         get_logger().warning(
-            f"{cfg.eval_path} is evaluated as plain text, with its JSON notation. cloze_eval: True reads its "
-            "records"
+            f"{cfg.eval_path} is evaluated as plain text, including its JSON notation. With "
+            "Offline_Eval.cloze_eval=True, its records are read"
         )
     rules = cfg.detokenizer or detokenizer_of_file(cfg.eval_path)
     ids = np.array(tokenizer.encode_prompt(detokenizer(rules)(text)), np.int64)

@@ -384,7 +384,7 @@ class ChatDataset(RecordDataset):
         end = text[: spans[-1][1]].rstrip()[-20:]
         get_logger().warning(
             f"{self.template.place} ends answers with {end!r}, which is not a token that ends a text, so "
-            f"answers will go on behind it: {advice}"
+            f"generation will not stop there: {advice}"
         )
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
@@ -407,9 +407,10 @@ class ChatDataset(RecordDataset):
         self._warned.add(is_empty)
         what = [f"{counted(left_out, 'message')} at the beginning"] if left_out else []
         if length > self.max_seq_len + 1:
-            what.append("with its end all that is learned" if is_empty else "its end")
+            what.append("its end")
+        rest = "; no answer of it is learned" if is_empty else ""
         get_logger().warning(
-            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {', and '.join(what)} "
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {' and '.join(what)}{rest} "
             "(logged once)"
         )
 

@@ -150,8 +150,8 @@ def build_service(
     for name, one in (adapters or {}).items():
         if one.template is not None and one.template != template.source:
             get_logger().warning(
-                "adapter %r was trained with another chat template than the one that chats are written with; "
-                "Serve.chat_template names one for all, such as tokenizer/chat_template.jinja of a "
+                "adapter %r was trained with another chat template than the server's. Serve.chat_template "
+                "sets one template for all models; the adapter's is tokenizer/chat_template.jinja in its "
                 "checkpoint in %s",
                 name,
                 cfg.Serve.adapters[name],

@@ -103,7 +103,7 @@ def test_what_is_too_long_loses_its_oldest_turns_then_its_end(
     assert caplog.text.count("and loses") == 1
     short = ChatDataset(section(tmp_path, 8), tokenizer)
     assert not learnt(short)
-    assert caplog.text.count("loses 2 messages at the beginning, and with its end all that is learned") == 1
+    assert caplog.text.count("loses 2 messages at the beginning and its end; no answer of it is") == 1
 
 
 def turn(content: str | None, **more: object) -> dict:

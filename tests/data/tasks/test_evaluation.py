@@ -94,7 +94,7 @@ def test_json_lines_are_no_plain_text(
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "the cat"}\n')
     read_evaluation_set(OfflineEvalConfig(eval_path=str(path)), tokenizer)
-    assert "texts.jsonl is evaluated as plain text, with its JSON notation" in caplog.text
+    assert "texts.jsonl is evaluated as plain text, including its JSON notation" in caplog.text
 
 
 def test_a_cloze_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
