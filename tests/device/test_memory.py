@@ -8,10 +8,9 @@ from ppfleetx.planner.job import job_of
 from ppfleetx.planner.parameters import held_parameters
 from tests.device.conftest import PLANS_IN_A_PROCESS
 from tests.device.place import place
-from tests.device.reference import environment
 from tests.helpers.ranks import Pools
 from tests.planner import measured
-from tests.planner.machine import compare_device_memory
+from tests.planner.machine import compare_device_memory, memory_environment
 from tests.planner.plans import DEVICE_PLANS, O2, SHORT_DEVICE_PLANS, device_plan_name, world_size
 
 pytestmark = pytest.mark.device
@@ -22,10 +21,7 @@ TOLERANCE = 0.05 if place().is_reference else 0.25
 
 @pytest.fixture(scope="module")
 def pools(here):
-    """On the reference device the host waits for each operator. Else tensors that collectives use on streams
-    of their own are given back the later, the further the host is ahead."""
-    waits = {"FLAGS_benchmark": "1", **environment(poison=1)} if here.is_reference else here.environment
-    with Pools(device=here.device, most_calls=PLANS_IN_A_PROCESS, **waits) as pools:
+    with Pools(device=here.device, most_calls=PLANS_IN_A_PROCESS, **memory_environment()) as pools:
         yield pools
 
 

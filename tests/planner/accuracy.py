@@ -14,7 +14,13 @@ from ppfleetx.config.parallel_plan import AXES
 from tests.device.place import place
 from tests.e2e.resumption import write_corpus
 from tests.helpers.ranks import Pools
-from tests.planner.machine import Compared, compare_device_memory, compare_memory, compare_traffic
+from tests.planner.machine import (
+    Compared,
+    compare_device_memory,
+    compare_memory,
+    compare_traffic,
+    memory_environment,
+)
 from tests.planner.plans import (
     DEVICE_PLANS,
     MEMORY_PLANS,
@@ -81,7 +87,7 @@ def _device_rows() -> Iterable[str]:
     here, found = place(), []
     if here.obstacle:
         return
-    pools = Pools(device=here.device, most_calls=12, **here.environment)
+    pools = Pools(device=here.device, most_calls=12, **memory_environment())
     plans = (*SHORT_DEVICE_PLANS, *DEVICE_PLANS)
     try:
         with tempfile.TemporaryDirectory() as directory:

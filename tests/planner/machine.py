@@ -14,6 +14,8 @@ from ppfleetx.planner.communication import Cluster
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import kept_gradients, stage_memory
 from ppfleetx.planner.parameters import held_parameters
+from tests.device.place import place
+from tests.device.reference import environment
 from tests.helpers.ranks import Pools
 from tests.planner import measured
 from tests.planner.plans import overrides, world_size
@@ -72,6 +74,14 @@ def _fullest_ranks(parts: dict[str, float], found: list[dict[str, Any]], stage: 
         Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine))
         for what, value in parts.items()
     ]
+
+
+def memory_environment() -> dict[str, str]:
+    """Variables of processes whose card's memory is compared. On the reference device each tensor is an
+    allocation of its own, and the host waits for each operator. Else tensors that collectives use on streams
+    of their own are given back the later, the further the host is ahead."""
+    here = place()
+    return {"FLAGS_benchmark": "1", **environment(poison=1)} if here.is_reference else here.environment
 
 
 def compare_device_memory(
