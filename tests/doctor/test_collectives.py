@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from ppfleetx.doctor.results import Row, Status, ok
 from ppfleetx.doctor.run import split_slowest
@@ -25,6 +28,21 @@ def test_every_operation_in_every_group_is_right_and_a_wrong_sum_is_found(pools)
     assert failed == [(3, f"all_reduce ({group})") for group in ("job", "dp", "mp", "ep", "emp")]
     (row, *_) = [row for row in told[3] if row["status"] == "fail"]
     assert "numbers are wrong; number 0 is" in row["found"] and "NCCL_DEBUG" in row["cure"]
+
+
+def test_a_thousand_ranks_need_little_memory_and_have_exact_sums():
+    from ppfleetx.doctor.collectives import OPERATIONS, Member, inputs_of
+
+    count, size = 1024, 1024
+    tracemalloc.start()
+    inputs = inputs_of(count, size)
+    expected = OPERATIONS["all_reduce"][1](Member("job", None, range(size), 0), inputs)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    partial = np.cumsum(inputs, axis=0)
+    assert np.array_equal(partial[-1], expected) and expected.any()
+    assert np.abs(partial).max() <= 256  # bfloat16 has all integers up to here
 
 
 def test_the_slowest_rank_speaks_for_a_collective():
