@@ -129,29 +129,32 @@ inline void Product(const float* x, int64_t rows, int64_t size, const float* pan
   }
 }
 
-// Computes to[row][begin, end) += x[row][R] * w[R][begin, end). The R rows of W are read in parallel, because a core
-// reads several memory streams faster than a single one. For several rows, columns are taken in pieces that stay in the
-// L1 cache.
+// Computes to[count] += x[R] * w[R][count], where the rows of w are `columns` apart. They are read in parallel, because
+// a core reads several memory streams faster than a single one.
+template <int R>
+void AddRows(const float* x, const float* w, int64_t columns, int64_t count, float* to) {
+  Vector factors[R];
+  for (int r = 0; r < R; ++r) factors[r] = x[r] - Vector{};  // in a register
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    auto& sum = *reinterpret_cast<Vector*>(to + i);
+    Vector value = sum;
+    for (int r = 0; r < R; ++r) value += factors[r] * *reinterpret_cast<const Vector*>(w + r * columns + i);
+    sum = value;
+  }
+  for (; i < count; ++i)
+    for (int r = 0; r < R; ++r) to[i] += x[r] * w[r * columns + i];
+}
+
+// Computes to[row][begin, end) += x[row][R] * w[R][begin, end). For several rows, columns are taken in pieces that stay
+// in the L1 cache.
 template <int R>
 void AddRowsOf(const float* x, int64_t rows, int64_t size, const float* w, int64_t columns, int64_t begin, int64_t end,
                float* to) {
   const int64_t width = rows == 1 ? end - begin : 512;
-  for (int64_t piece = begin; piece < end; piece += width) {
-    const int64_t stop = std::min(end, piece + width);
-    for (int64_t row = 0; row < rows; ++row) {
-      Vector factors[R];
-      for (int r = 0; r < R; ++r) factors[r] = x[row * size + r] - Vector{};  // in a register
-      int64_t i = piece;
-      for (; i + kLanes <= stop; i += kLanes) {
-        auto& sum = *reinterpret_cast<Vector*>(to + row * columns + i);
-        Vector value = sum;
-        for (int r = 0; r < R; ++r) value += factors[r] * *reinterpret_cast<const Vector*>(w + r * columns + i);
-        sum = value;
-      }
-      for (; i < stop; ++i)
-        for (int r = 0; r < R; ++r) to[row * columns + i] += x[row * size + r] * w[r * columns + i];
-    }
-  }
+  for (int64_t piece = begin; piece < end; piece += width)
+    for (int64_t row = 0; row < rows; ++row)
+      AddRows<R>(x + row * size, w + piece, columns, std::min(width, end - piece), to + row * columns + piece);
 }
 
 // Computes y[rows][columns] = x[rows][size] W + b on all threads, for few rows. W is not in panels, but is stored as
