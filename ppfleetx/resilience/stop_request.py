@@ -8,14 +8,8 @@ import threading
 from types import FrameType
 from typing import Self
 
+from ppfleetx.utils.end_processes import stop_signals
 from ppfleetx.utils.launcher_env import is_rank
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask a command to stop: SIGTERM, SIGINT and, unless it is ignored (``nohup``),
-    SIGHUP."""
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 class StopRequest:

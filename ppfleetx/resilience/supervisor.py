@@ -12,8 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.resilience.stop_request import stop_signals
-from ppfleetx.utils.end_processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
+from ppfleetx.utils.end_processes import (
+    adopt_orphans,
+    descendants,
+    end_child_with_parent,
+    end_descendants,
+    stop_signals,
+)
 from ppfleetx.utils.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.log import configure_logging, get_logger
 

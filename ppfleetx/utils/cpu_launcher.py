@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.device_support import expected_device
-from ppfleetx.utils.end_processes import LAUNCHER, LAUNCHER_VARIABLE
+from ppfleetx.utils.end_processes import LAUNCHER, LAUNCHER_VARIABLE, stop_signals
 from ppfleetx.utils.exit_codes import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
 from ppfleetx.utils.lost_peers import START_VARIABLE, start_timeout
 
@@ -136,7 +136,7 @@ def watch_launcher(argv: Sequence[str]) -> None:
         limit = start_timeout()
     except ConfigError as error:
         _end(EXIT_USER_ERROR, str(error))
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup
+    if signal.SIGHUP in stop_signals():
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the ranks save
     atexit.register(_end_with_conventional_code)
     threading.Thread(target=_watch, args=(limit,), name="launcher-watch", daemon=True).start()

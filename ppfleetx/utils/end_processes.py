@@ -27,6 +27,13 @@ _LOOK_SECONDS = 0.05
 _AFTER_KILL_SECONDS = 30.0
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a command to stop: SIGTERM, SIGINT and, unless it is ignored (``nohup``),
+    SIGHUP."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
+
+
 # -- a rank and its launcher ------------------------------------------------------------
 
 
