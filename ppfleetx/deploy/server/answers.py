@@ -6,7 +6,7 @@ import asyncio
 import codecs
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -184,6 +184,24 @@ class RowAnswer:
     def mean_logprob(self) -> float:
         known = [score.logprob for score in self.scores if score.logprob is not None]
         return sum(known) / len(known) if known else 0.0
+
+
+def choice_entry(
+    index: int,
+    content: Mapping[str, Any],
+    logprobs: Any,
+    reason: FinishReason | str | None = None,
+    stop_reason: StopReason = None,
+) -> dict[str, Any]:
+    """Return an entry of a response's ``choices``. ``content`` is its text, message or delta by the name of
+    the field."""
+    return {
+        "index": index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": stop_reason,
+    }
 
 
 class Answer(ABC):

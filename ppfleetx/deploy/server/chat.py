@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ppfleetx.config.sections.generation import StructuredOutputs
-from ppfleetx.deploy.server.answers import Answer, RowAnswer, chat_logprobs
+from ppfleetx.deploy.server.answers import Answer, RowAnswer, chat_logprobs, choice_entry
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.scheduler_messages import NewText
 from ppfleetx.deploy.server.tool_calls import (
@@ -19,9 +19,7 @@ from ppfleetx.deploy.server.tool_calls import (
     tools_of,
     with_read_arguments,
 )
-from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.text_io import StopReason
 
 _MAX_MESSAGES = 4096
 _RESERVED = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
@@ -164,16 +162,11 @@ class ChatAnswer(Answer):
         message = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._scores(row.scores),
-            "finish_reason": "tool_calls" if calls else row.reason,
-            "stop_reason": row.stop_reason,
-        }
+        reason = "tool_calls" if calls else row.reason
+        return choice_entry(index, {"message": message}, self._scores(row.scores), reason, row.stop_reason)
 
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        return _chunk(index, {"role": "assistant", "content": ""})
+        return choice_entry(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
     def piece(self, event: NewText) -> Any | None:
         logprobs = self._scores([] if event.score is None else [event.score])
@@ -190,25 +183,9 @@ class ChatAnswer(Answer):
         if calls:
             delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
         reason = "tool_calls" if calls else event.finish_reason
-        return _chunk(event.index, delta, reason, event.stop_reason, logprobs)
+        return choice_entry(event.index, {"delta": delta}, logprobs, reason, event.stop_reason)
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.num_top is None:
             return None
         return chat_logprobs(self.tokenizer, self.without_end(scores))
-
-
-def _chunk(
-    index: int,
-    delta: dict[str, Any],
-    reason: FinishReason | str | None = None,
-    stop_reason: StopReason = None,
-    logprobs: Any = None,
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "delta": delta,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": stop_reason,
-    }

@@ -7,12 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.answers import Answer, RowAnswer, TextLogprobs
+from ppfleetx.deploy.server.answers import Answer, RowAnswer, TextLogprobs, choice_entry
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.scheduler_messages import NewText
-from ppfleetx.generation.decode_loop import FinishReason
 from ppfleetx.generation.sampling import TokenScore
-from ppfleetx.generation.text_io import StopReason
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -99,38 +97,24 @@ class CompletionAnswer(Answer):
         echo = self._echoes[prompt_index] if self.request.echo else ""
         logprobs = self._scores(index, [*prompt_scores, *self.without_end(row.scores)])
         text = "".join([echo, *row.texts])
-        return _choice(index, text, logprobs, row.reason, row.stop_reason)
+        return choice_entry(index, {"text": text}, logprobs, row.reason, row.stop_reason)
 
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
         if not self.request.echo:
             return None
         echo = self._echoes[index // self.request.candidates]
-        return _choice(index, echo, self._scores(index, prompt_scores))
+        return choice_entry(index, {"text": echo}, self._scores(index, prompt_scores))
 
     def piece(self, event: NewText) -> Any | None:
         scores = [] if event.score is None else self.without_end([event.score])
         logprobs = self._scores(event.index, scores)
         if not (event.text or event.finish_reason or (logprobs and logprobs["tokens"])):
             return None
-        return _choice(event.index, event.text, logprobs, event.finish_reason, event.stop_reason)
+        return choice_entry(
+            event.index, {"text": event.text}, logprobs, event.finish_reason, event.stop_reason
+        )
 
     def _scores(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
         return self._logprobs.setdefault(index, TextLogprobs(self.tokenizer)).of(scores)
-
-
-def _choice(
-    index: int,
-    text: str,
-    logprobs: Any,
-    reason: FinishReason | None = None,
-    stop_reason: StopReason = None,
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": stop_reason,
-    }
