@@ -97,6 +97,10 @@ class Registry(Generic[TargetT, TraitsT]):
         names one. Nothing is imported."""
         return self._entry(name).target
 
+    def is_built_in(self, name: str) -> bool:
+        """Whether the part registered as ``name`` is this package's own, and not a plugin's."""
+        return str(self.target(name)).startswith("ppfleetx.")
+
     def load(self, name: str) -> TargetT:
         """Return the class or function registered as ``name``. If a string ``package.module:attribute`` was
         registered, the object that it names is imported."""

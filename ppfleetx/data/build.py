@@ -116,7 +116,7 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
     dataset = DATASETS.make(section.dataset.name, cfg, mode, gives=Dataset)
-    if type(dataset).__module__.partition(".")[0] != "ppfleetx":
+    if not DATASETS.is_built_in(section.dataset.name):
         _check_own_dataset(dataset, cfg, mode)
     return dataset
 
@@ -132,7 +132,7 @@ def _check_own_dataset(dataset: Dataset, cfg: RunConfig, mode: Mode) -> None:
 
     if len(dataset) < 1:
         refuse("the data set has no samples")
-    own_task = not str(MODULES.target(cfg.Model.module)).startswith("ppfleetx.")
+    own_task = not MODULES.is_built_in(cfg.Model.module)
     for index in (0,) if mode == "Train" else (0, PADDING):
         sample, which = dataset[index], f"sample {index} of the data set"
         if not isinstance(sample, Mapping):
